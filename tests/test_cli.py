@@ -25,7 +25,7 @@ from forebay.config import load
 from forebay.errors import Interrupted
 from forebay.estimate.layers import plan_layers
 from forebay.models.catalog import PUBLISHED
-from forebay.train import checkpoint
+from forebay.train import restore
 from forebay.train.trainer import Trainer
 from tests.conftest import Run
 from tests.helpers import toml_table
@@ -436,9 +436,9 @@ def test_ctrl_c_in_a_step(run: Run, config: str, tmp_path: Path) -> None:
     _, error = process.communicate(timeout=60)
     assert process.returncode == Interrupted.exit_code == 130
     assert "stopped by SIGINT after step" in one_sentence(error) and "--resume" in error
-    newest = checkpoint.find(tmp_path / "run")
-    checkpoint.verify(newest)
-    done = checkpoint.read_about(newest)["step"]
+    newest = restore.find(tmp_path / "run")
+    restore.verify(newest)
+    done = restore.read_about(newest)["step"]
     assert done >= 7
     code, out, _ = run("train", config, "--resume", f"--set=train.steps={done + 1}", "--set=checkpoint.every=5")
     assert code == 0 and f"resumed after step {done}" in out
@@ -453,15 +453,15 @@ def with_small_files(limit: int, arguments: list[str]) -> int:
 def test_a_disk_that_is_full_at_a_checkpoint(run: Run, config: str, tmp_path: Path) -> None:
     """A real short write: the process may write no file larger than half a checkpoint."""
     assert run("train", config, "--set=train.steps=1")[0] == 0
-    earlier = checkpoint.find(tmp_path / "run")
+    earlier = restore.find(tmp_path / "run")
     limit = (earlier / "__0_0.distcp").stat().st_size // 2
     process = start(with_small_files, limit, ["train", config, "--resume", "--set=train.steps=3"])
     error = one_sentence(process.communicate(timeout=120)[1])
     assert process.returncode == 1
     assert "step-00000002 could not be written: File too large" in error
     assert f"earlier checkpoint {earlier} is intact" in error
-    checkpoint.verify(earlier)
-    assert checkpoint.find(tmp_path / "run") == earlier
+    restore.verify(earlier)
+    assert restore.find(tmp_path / "run") == earlier
 
 
 def test_an_interrupt_before_the_first_step(

@@ -77,7 +77,7 @@ def test_steps_over_the_capacity_are_exact(tmp_path: Path) -> None:
 
 @pytest.mark.gpu
 def test_generators_of_a_gpu() -> None:
-    from forebay.train.checkpoint import SavedRngStates
+    from forebay.train.generators import SavedRngStates
 
     device = torch.device("cuda", torch.cuda.current_device())
     torch.cuda.set_sync_debug_mode("error")

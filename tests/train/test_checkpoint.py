@@ -19,8 +19,9 @@ from torch import nn
 
 from forebay.config import Model
 from forebay.errors import RunError, UsageError
-from forebay.train import checkpoint, hf_io
-from forebay.train.checkpoint import Checkpoints, PlainReader
+from forebay.train import checkpoint, hf_io, restore
+from forebay.train.checkpoint import Checkpoints
+from forebay.train.restore import PlainReader
 from forebay.train.tokenizer import load_tokenizer
 
 
@@ -44,7 +45,7 @@ def test_everything_comes_back(tmp_path: Path) -> None:
     path = Checkpoints(tmp_path).save(7, model, optimizer, {"data": "abc"})
     expected = draws()
     other, its_optimizer = make(seed=1)
-    assert checkpoint.load(path, other, its_optimizer) == {"data": "abc", "step": 7}
+    assert restore.load(path, other, its_optimizer) == {"data": "abc", "step": 7}
     assert draws() == expected
     for a, b in zip(model.parameters(), other.parameters(), strict=True):
         assert torch.equal(a, b)
@@ -63,12 +64,13 @@ def test_with_and_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 
     def pretend(gpu: bool) -> None:
         states = {"0-cpu": torch.get_rng_state(), **({"0-cuda": torch.get_rng_state()} if gpu else {})}
-        monkeypatch.setattr(checkpoint, "_torch_rng", lambda rank: states)
+        for module in (checkpoint, restore):
+            monkeypatch.setattr(module, "torch_states", lambda rank: states)
 
     pretend(gpus[0])
     path = Checkpoints(tmp_path).save(1, *make(), {})
     pretend(gpus[1])
-    checkpoint.load(path, *make())
+    restore.load(path, *make())
     assert len(set_before) == all(gpus)
 
 
@@ -77,7 +79,7 @@ def test_frozen_and_unused_parameters(tmp_path: Path) -> None:
     model[0].weight.requires_grad_(False)
     optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad])
     path = Checkpoints(tmp_path).save(1, model, optimizer, {})
-    assert checkpoint.load(path, model, optimizer)["step"] == 1
+    assert restore.load(path, model, optimizer)["step"] == 1
 
 
 @pytest.mark.parametrize(
@@ -95,7 +97,7 @@ def test_the_newest_stay(tmp_path: Path, keep: int, saved: tuple[int, ...], left
         path = checkpoints.save(step, *make(seed=number), {"number": number})
     assert [p.name for p in checkpoints.all()] == [f"step-{step:08d}" for step in left]
     assert {p.name for p in tmp_path.iterdir()} == {"latest", *(f"step-{step:08d}" for step in left)}
-    assert checkpoints.latest() == path and checkpoint.load(path, make()[0])["number"] == len(saved) - 1
+    assert checkpoints.latest() == path and restore.load(path, make()[0])["number"] == len(saved) - 1
 
 
 @pytest.mark.parametrize(
@@ -133,7 +135,7 @@ def test_disk_full_keeps_the_earlier_checkpoint(tmp_path: Path, monkeypatch: pyt
     assert sorted(p.name for p in tmp_path.iterdir()) == ([] if first else ["latest", "step-00000001"])
     assert checkpoints.latest() == earlier
     if earlier is not None:
-        checkpoint.verify(earlier)
+        restore.verify(earlier)
 
 
 def test_an_interrupt_while_writing_is_an_interrupt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,29 +191,29 @@ def test_damage_is_named_and_an_earlier_one_offered(tmp_path: Path, damage: Any,
     newest = checkpoints.save(2, model, optimizer, {})
     damage(newest)
     with pytest.raises(RunError) as caught:
-        checkpoint.load(newest, model, optimizer)
+        restore.load(newest, model, optimizer)
     assert message in str(caught.value)
     assert f"checkpoint {newest} is damaged" in str(caught.value)
     assert f"--resume {earlier}" in str(caught.value)
-    checkpoint.load(earlier, model, optimizer)
+    restore.load(earlier, model, optimizer)
 
 
 def test_another_model_is_named(tmp_path: Path) -> None:
     path = Checkpoints(tmp_path).save(1, *make(width=4), {})
     with pytest.raises(RunError, match=r"0\.weight has shape \[4, 3\], this model needs \[8, 3\]"):
-        checkpoint.load(path, make(width=8)[0])
+        restore.load(path, make(width=8)[0])
     with pytest.raises(RunError, match=r"another model: it has no 2\.weight"):
-        checkpoint.load(path, nn.Sequential(*make()[0], nn.Linear(2, 2)))
+        restore.load(path, nn.Sequential(*make()[0], nn.Linear(2, 2)))
     with pytest.raises(RunError, match=r"another model: this one has no 1\.weight"):
-        checkpoint.load(path, make()[0][:1])
+        restore.load(path, make()[0][:1])
 
 
 def test_find(tmp_path: Path) -> None:
     path = Checkpoints(tmp_path / "run" / "checkpoints").save(1, *make(), {})
     for given in (tmp_path / "run", tmp_path / "run" / "checkpoints", path):
-        assert checkpoint.find(given) == path
+        assert restore.find(given) == path
     with pytest.raises(UsageError, match="holds no checkpoint"):
-        checkpoint.find(tmp_path)
+        restore.find(tmp_path)
 
 
 # --- Checkpoints from elsewhere: nothing in them is run.
@@ -284,7 +286,7 @@ def test_metadata_runs_nothing(tmp_path: Path, where: Callable[[Any, Any], Any],
     put_metadata(path, where(metadata(path), Runs(tmp_path / "mark")))
     model, optimizer = make()
     with pytest.raises(RunError, match=r"\.metadata is not read: it names (posix|nt)\.system"):
-        checkpoint.load(path, model, optimizer if resumed else None)
+        restore.load(path, model, optimizer if resumed else None)
     assert not (tmp_path / "mark").exists()
 
 
@@ -294,7 +296,7 @@ def test_a_value_in_the_place_of_a_tensor_runs_nothing(tmp_path: Path, name: str
     path = Checkpoints(tmp_path).save(1, *make(), {})
     replaced(path, name, tmp_path / "mark", as_value=True)
     with pytest.raises(RunError, match=f"{name.removeprefix('model.')} is not a tensor"):
-        checkpoint.load(path, *make())
+        restore.load(path, *make())
     assert not (tmp_path / "mark").exists()
 
 
@@ -302,7 +304,7 @@ def test_an_object_in_the_place_of_a_tensors_bytes_runs_nothing(tmp_path: Path) 
     path = Checkpoints(tmp_path).save(1, *make(), {})
     replaced(path, "model.0.weight", tmp_path / "mark", as_value=False)
     with pytest.raises(RunError, match="not plain data, and are not unpickled"):
-        checkpoint.load(path, *make())
+        restore.load(path, *make())
     assert not (tmp_path / "mark").exists()
 
 
@@ -313,7 +315,7 @@ def test_files_outside_are_not_opened(tmp_path: Path, name: str) -> None:
     next(iter(found.storage_data.values())).relative_path = name
     put_metadata(path, found)
     with pytest.raises(RunError, match="which is no tensor file of this folder"):
-        checkpoint.load(path, *make())
+        restore.load(path, *make())
 
 
 def test_garbage_is_an_error_with_a_name(tmp_path: Path) -> None:
@@ -322,7 +324,7 @@ def test_garbage_is_an_error_with_a_name(tmp_path: Path) -> None:
         (path / ".metadata").write_bytes(content)
         fill_manifest(path)
         with pytest.raises(RunError, match=r"\.metadata is not read"):
-            checkpoint.load(path, *make())
+            restore.load(path, *make())
 
 
 def test_an_honest_one_is_read_as_torch_reads_it(tmp_path: Path) -> None:
@@ -339,7 +341,7 @@ def test_an_older_checkpoint_with_settings_is_read(tmp_path: Path) -> None:
     model, optimizer = make(lr=0.5)
     state = {
         "model": model.state_dict(),
-        "optimizer": dcp.state_dict.get_optimizer_state_dict(model, optimizer, options=checkpoint._by_parameter()),
+        "optimizer": dcp.state_dict.get_optimizer_state_dict(model, optimizer, options=checkpoint.by_parameter()),
     }
     path = Checkpoints(tmp_path).save(1, model, optimizer, {})
     for file in path.glob("*.distcp"):
@@ -347,7 +349,7 @@ def test_an_older_checkpoint_with_settings_is_read(tmp_path: Path) -> None:
     dcp.save(state, storage_writer=dcp.FileSystemWriter(path), no_dist=True)
     fill_manifest(path)
     other, its = make(lr=0.25)
-    checkpoint.load(path, other, its)
+    restore.load(path, other, its)
     assert its.param_groups[0]["lr"] == 0.25
     assert torch.equal(its.state[other[0].weight]["exp_avg"], optimizer.state[model[0].weight]["exp_avg"])
 

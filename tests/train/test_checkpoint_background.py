@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from forebay.cli import main
 from forebay.config import Config
 from forebay.errors import Interrupted, RunError
-from forebay.train import checkpoint, staging
+from forebay.train import checkpoint, restore, staging
 from forebay.train.checkpoint import Checkpoints, SavedCheckpoint
 from forebay.train.distributed import ALONE, Mesh
 from forebay.train.loop import train
@@ -63,7 +63,7 @@ def saved_while_training(rank: int, world: int, folder: str, **parallel: Any) ->
                 saved = store.wait()
             assert isinstance(saved, SavedCheckpoint) and not store.under_way and saved.path.name == f"step-{first:08d}"
             assert len(differing(before, state_of(trainer))) > 5
-            checkpoint.load(saved.path, trainer.model, trainer.optimizer)
+            restore.load(saved.path, trainer.model, trainer.optimizer)
             differ += differing(before, state_of(trainer))
             if not torch.equal(draws, torch.get_rng_state()):
                 differ.append("random generator")
@@ -125,7 +125,7 @@ def test_without_room_for_a_copy_training_waits(tmp_path: Path, monkeypatch: pyt
     assert not store.is_writing and store.under_way
     saved = store.wait()
     assert saved is not None and "no room" in saved.waited
-    checkpoint.verify(saved.path)
+    restore.verify(saved.path)
 
 
 def without_gloo(rank: int, world: int, folder: str) -> tuple[bool, str]:
@@ -140,7 +140,7 @@ def without_gloo(rank: int, world: int, folder: str) -> tuple[bool, str]:
         started = store.start(1, *pair(), {}, background=True)
         saved = store.wait()
     assert saved is not None
-    checkpoint.verify(saved.path)
+    restore.verify(saved.path)
     return started, saved.waited
 
 
@@ -176,28 +176,28 @@ def test_a_failed_save_ends_the_run_and_leaves_the_checkpoint_before_it(
 
     def third_fails(self: Checkpoints, step: int, *arguments: Any, **options: Any) -> bool:
         if step == 6:
-            monkeypatch.setattr(checkpoint, "_digest", full_disk)
+            monkeypatch.setattr(checkpoint, "digest_of", full_disk)
         return start_save(self, step, *arguments, **options)
 
     monkeypatch.setattr(Checkpoints, "start", third_fails)
     settings = tiny(train={"steps": 100}, checkpoint={"every": 2})
     with pytest.raises(RunError, match=r"step-00000006 could not be written: No space left .*/step-00000004 is intact"):
         train(settings, quiet())
-    newest = checkpoint.find(Path(settings.log.folder))
+    newest = restore.find(Path(settings.log.folder))
     monkeypatch.undo()
     assert newest.name == "step-00000004"
-    checkpoint.verify(newest)
+    restore.verify(newest)
     assert sorted(p.name for p in newest.parent.iterdir()) == ["latest", "step-00000002", "step-00000004"]
 
 
 def run_on_a_full_disk(command: list[str]) -> int:
     if os.environ["RANK"] == "1":
-        digest = checkpoint._digest
+        digest = checkpoint.digest_of
 
         def second_save_fails(file: Path) -> str:
             return full_disk(file) if "step-00000004" in str(file) else digest(file)
 
-        checkpoint._digest = second_save_fails
+        checkpoint.digest_of = second_save_fails
     return main(command)
 
 
@@ -212,7 +212,7 @@ def test_all_processes_end_at_the_same_step_when_one_cannot_write(tmp_path: Path
             error.count("forebay:") == 1 == error.count("step-00000004 could not be written: No space left on device")
         )
         assert "step-00000002 is intact" in error
-        checkpoint.verify(checkpoint.find(tmp_path / "run"))
+        restore.verify(restore.find(tmp_path / "run"))
     finally:
         for process in running:
             process.kill()
@@ -220,7 +220,7 @@ def test_all_processes_end_at_the_same_step_when_one_cannot_write(tmp_path: Path
 
 def run_slowly(command: list[str]) -> int:
     """Saves after the first take a minute, and the second begins two Ctrl-C."""
-    digest = checkpoint._digest
+    digest = checkpoint.digest_of
 
     def slow(file: Path) -> str:
         if "step-00000004" in str(file):
@@ -230,7 +230,7 @@ def run_slowly(command: list[str]) -> int:
             time.sleep(60)
         return digest(file)
 
-    checkpoint._digest = slow
+    checkpoint.digest_of = slow
     return main(command)
 
 
@@ -241,8 +241,8 @@ def test_a_second_ctrl_c_does_not_wait_for_the_save_under_way(tmp_path: Path) ->
     try:
         _, error = process.communicate(timeout=40)
         assert process.returncode == Interrupted.exit_code, error
-        newest = checkpoint.find(tmp_path / "run")
+        newest = restore.find(tmp_path / "run")
         assert newest.name == "step-00000002"
-        checkpoint.verify(newest)
+        restore.verify(newest)
     finally:
         process.kill()

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from forebay.train import checkpoint
+from forebay.train import restore
 from forebay.train.checkpoint import Checkpoints
 from forebay.train.distributed import ALONE, Mesh
 from forebay.train.staging import HostCopies
@@ -57,7 +57,7 @@ def trained(folder: Path, number: int, **parallel: object) -> None:
             trainer.step(first + 2)
             saved = store.wait()
             assert saved is not None and len(differing(before, state_of(trainer))) > 5
-            checkpoint.load(saved.path, trainer.model, trainer.optimizer)
+            restore.load(saved.path, trainer.model, trainer.optimizer)
             assert differing(before, state_of(trainer)) == []
         assert store.close() is None
 

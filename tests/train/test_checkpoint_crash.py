@@ -20,7 +20,7 @@ from torch import nn
 
 from forebay.config import Data, DataSource
 from forebay.errors import RunError
-from forebay.train import checkpoint, shards
+from forebay.train import restore, shards
 from forebay.train.checkpoint import Checkpoints
 from forebay.train.durable import LOCK
 from forebay.train.shards import Corpus, load_corpus
@@ -128,12 +128,12 @@ def right(folder: Path, acknowledged: int) -> int:
     whole = []
     for path in folder.glob("step-*"):
         with suppress(RunError):
-            checkpoint.verify(path)
-            whole.append(checkpoint.read_about(path)["number"])
+            restore.verify(path)
+            whole.append(restore.read_about(path)["number"])
     found = Checkpoints(folder).latest()
-    assert found is not None and found == checkpoint.find(folder)
+    assert found is not None and found == restore.find(folder)
     model, _ = pair(-1.0)
-    number = checkpoint.load(found, model)["number"]
+    number = restore.load(found, model)["number"]
     assert torch.equal(model.weight, torch.full((1, 2), float(number)))
     assert (found / "model" / "config.json").read_text() == '{"model_type": "tiny"}'
     assert number == max(whole) >= acknowledged

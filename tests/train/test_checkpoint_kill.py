@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from forebay.cli import main
 from forebay.errors import PeerLost, UsageError
-from forebay.train import checkpoint, loop
+from forebay.train import loop, restore
 from forebay.train.checkpoint import Checkpoints
 from forebay.train.heartbeat import Heartbeat
 from tests.ranks import Started, start, start_ranks
@@ -87,16 +87,16 @@ class Run:
         """The newest checkpoint is whole, and no older than the last one noted."""
         noted = self.written()
         try:
-            newest = checkpoint.find(self.folder / "run")
+            newest = restore.find(self.folder / "run")
         except UsageError:
             assert not noted
             return
-        checkpoint.verify(newest)
+        restore.verify(newest)
         assert newest.name >= (noted[-1] if noted else "")
 
     def finish(self) -> list[tuple[float, ...]]:
         """Losses of all steps, after three more."""
-        done = checkpoint.read_about(checkpoint.find(self.folder / "run"))["step"]
+        done = restore.read_about(restore.find(self.folder / "run"))["step"]
         self.start(f"train.steps={done + 3}")
         for process in self.running:
             _, error = process.communicate(timeout=120)

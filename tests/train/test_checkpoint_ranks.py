@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from forebay.errors import RunError
-from forebay.train import checkpoint
+from forebay.train import checkpoint, restore
 from forebay.train.checkpoint import Checkpoints
 from forebay.train.distributed import ALONE, Mesh
 from forebay.train.loop import export
@@ -56,7 +56,7 @@ def with_and_without_replicas(rank: int, world: int, folder: str) -> list[Any]:
         settings = layers_of(folder, 3, replicate=replicate, ep=2, dispatch="nccl")
         with Mesh.open(settings) as mesh, Trainer(settings, mesh) as trainer:
             if last is not None:
-                checkpoint.load(last, trainer.model, trainer.optimizer)
+                restore.load(last, trainer.model, trainer.optimizer)
                 found.append(digests(trainer))
             trainer.step(step)
             found.append(digests(trainer))
@@ -71,7 +71,7 @@ def test_replicas_write_each_tensor_once_and_their_number_may_change(tmp_path: P
     first, loaded, second, again, third = one
     assert loaded == first and again == second and first != second != third
     for path in Checkpoints(tmp_path / "checkpoints").all():
-        described = checkpoint.PlainReader(path).read_metadata()
+        described = restore.PlainReader(path).read_metadata()
         # Of a tensor that two processes write, the description knows one place.
         known = sum(place.length for place in described.storage_data.values())
         assert known == sum(file.stat().st_size for file in path.glob("*.distcp"))
@@ -85,7 +85,7 @@ def refusing(rank: int, world: int, folder: str, path: str) -> list[str]:
     for layers in (5, 3):
         settings = layers_of(folder, layers, pp=2, ep=2, schedule="1f1b")
         with Mesh.open(settings) as mesh, Trainer(settings, mesh) as trainer, pytest.raises(RunError) as caught:
-            checkpoint.load(Path(path), trainer.model, trainer.optimizer)
+            restore.load(Path(path), trainer.model, trainer.optimizer)
         messages.append(str(caught.value))
     return messages
 
@@ -108,21 +108,21 @@ def failing(rank: int, world: int, folder: str) -> list[str]:
         store = Checkpoints(Path(folder) / "checkpoints")
         first = store.save(1, trainer.model, trainer.optimizer, {})
         messages = []
-        for where, error in (("get_optimizer_state_dict", no_memory), ("_digest", full_disk)):
+        for where, error in (("get_optimizer_state_dict", no_memory), ("digest_of", full_disk)):
             with pytest.MonkeyPatch.context() as patch, pytest.raises(RunError) as caught:
                 if rank == 1:
                     patch.setattr(checkpoint, where, error)
                 store.save(2, trainer.model, trainer.optimizer, {})
             messages.append(str(caught.value))
         assert store.latest() == first
-        checkpoint.verify(first)
+        restore.verify(first)
         torch.distributed.barrier()
         if rank == 0:
             damaged = sorted(first.glob("*.distcp"))[-1]
             damaged.write_bytes(damaged.read_bytes()[:-1] + b"?")
         torch.distributed.barrier()
         with pytest.raises(RunError) as caught:
-            checkpoint.load(first, trainer.model, trainer.optimizer)
+            restore.load(first, trainer.model, trainer.optimizer)
         return [*messages, str(caught.value)]
 
 
@@ -160,9 +160,9 @@ def drawing(rank: int, world: int, folder: str, alone: str) -> tuple[Numbers, Nu
     optimizer = torch.optim.AdamW(model.parameters())
     path = Checkpoints(Path(folder)).save(1, model, optimizer, {})
     saved = draw()
-    checkpoint.load(path, model, optimizer)
+    restore.load(path, model, optimizer)
     loaded = draw()
-    checkpoint.load(Path(alone), model, optimizer)
+    restore.load(Path(alone), model, optimizer)
     return saved, loaded, draw()
 
 
@@ -177,5 +177,5 @@ def test_each_process_draws_on(tmp_path: Path) -> None:
     assert len({saved for saved, _, _ in results}) == 3
     assert results[0][2] == before
     assert len({numbers[i] for _, _, numbers in results for i in range(3)}) == 9
-    checkpoint.load(next((tmp_path / "three").glob("step-*")), model, optimizer)  # fewer go on: the first ones' numbers
+    restore.load(next((tmp_path / "three").glob("step-*")), model, optimizer)  # fewer go on: the first ones' numbers
     assert draw() == results[0][0]

@@ -14,7 +14,7 @@ import torch
 
 from forebay.config import Config
 from forebay.errors import Interrupted, RunError, UsageError
-from forebay.train import checkpoint
+from forebay.train import restore
 from forebay.train.loop import export, train
 from forebay.train.run_folder import where_to_resume
 from forebay.train.trainer import Trainer
@@ -28,7 +28,7 @@ def losses(folder: Path) -> list[float]:
 def state(folder: Path, config: Config) -> tuple[dict[str, torch.Tensor], dict[str, Any], tuple[Any, ...]]:
     """Weights, optimizer state and generators of a run's newest checkpoint."""
     with Trainer(config) as trainer:
-        checkpoint.load(checkpoint.find(folder), trainer.model, trainer.optimizer)
+        restore.load(restore.find(folder), trainer.model, trainer.optimizer)
         drawn = (random.random(), float(np.random.rand()), float(torch.rand(())))
         return trainer.model.state_dict(), trainer.optimizer.state_dict(), drawn
 
@@ -145,7 +145,7 @@ def test_a_second_ctrl_c_ends_at_once_and_keeps_the_checkpoint(
         train(config, quiet())
     found = where_to_resume(config, "").resumed
     assert found is not None and found.name == "step-00000003"
-    checkpoint.verify(found)
+    restore.verify(found)
 
 
 def test_loss_falls_and_an_export_trains_on(tiny: Callable[..., Config], tmp_path: Path) -> None:

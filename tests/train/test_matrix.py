@@ -21,7 +21,7 @@ from typing import Any
 import pytest
 import torch
 
-from forebay.train import checkpoint
+from forebay.train import restore
 from forebay.train.checkpoint import Checkpoints
 from forebay.train.data import Batch
 from forebay.train.distributed import ALONE, Mesh
@@ -252,7 +252,7 @@ def on_a_rank(rank: int, world: int, folder: str, row: Row) -> dict[str, Any]:
                 if trainer.evaluate() != pytest.approx(wanted.validation, rel=1e-6):
                     wrong.append("validation is another")
                 trainer.step(5)  # everything differs from what is loaded
-                checkpoint.load(Path(wanted.path), trainer.model, trainer.optimizer)
+                restore.load(Path(wanted.path), trainer.model, trainer.optimizer)
                 written["read"] = digests(trainer)
                 figures = figures_of(trainer, 2)
                 if figures != pytest.approx(wanted.figures, rel=1e-5):
@@ -267,7 +267,7 @@ def on_a_rank(rank: int, world: int, folder: str, row: Row) -> dict[str, Any]:
                 end = figures_of(trainer, 3), held(trainer)
             if row.placements[-1:] == [name]:
                 trainer.step(5)
-                checkpoint.load(Path(written["path"]), trainer.model, trainer.optimizer)
+                restore.load(Path(written["path"]), trainer.model, trainer.optimizer)
                 if figures_of(trainer, 3) != end[0] or not same(held(trainer), end[1]):
                     wrong.append(f"{name} goes on differently from the checkpoint")
     return {"wrong": wrong, "reordered": len(plans) > 1, **written}
@@ -334,7 +334,7 @@ def test_row(alone: Callable[[Row], tuple[str, Alone]], row: Row) -> None:
     settings = settings_of(folder, row, True, policy="keep")
     with Mesh.open(settings, ALONE) as mesh, Trainer(settings, mesh) as trainer:
         trainer.step(5)
-        checkpoint.load(Path(found[0]["path"]), trainer.model, trainer.optimizer)
+        restore.load(Path(found[0]["path"]), trainer.model, trainer.optimizer)
         loaded = digests(trainer)
     assert loaded == union([rank["digests"] for rank in found])
     assert loaded != one.digests and loaded.keys() == one.digests.keys()

@@ -16,7 +16,7 @@ import torch
 
 from forebay.config import Config
 from forebay.errors import RunError, UsageError
-from forebay.train import checkpoint
+from forebay.train import checkpoint, restore
 from forebay.train.checkpoint import Checkpoints
 from forebay.train.durable import FolderLock
 from forebay.train.loop import train
@@ -108,7 +108,7 @@ def test_a_run_goes_on_on_another_machine(url: str, tiny: Callable[..., Config],
     assert list(remote.names()) == ["step-00000008", "step-00000009"] and newest and newest[0] == "step-00000009"
     for name in remote.names():
         remote.get(name, tmp_path / name)
-        checkpoint.verify(tmp_path / name)
+        restore.verify(tmp_path / name)
 
 
 def test_the_newer_one_is_resumed(url: str, tiny: Callable[..., Config], tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_the_newer_one_is_resumed(url: str, tiny: Callable[..., Config], tmp_pat
     two, one = here / "step-00000002", here / "step-00000001"
     assert resumed("auto") == (two, (one,))
     model, _ = pair(0)
-    checkpoint.load(two, model)
+    restore.load(two, model)
     assert torch.equal(model.weight, torch.full((1, 2), 2.0))
     Checkpoints(here, 3).save(1, *pair(3), {})  # of a branch, written last and not uploaded
     assert resumed("auto") == (one, (two,))
@@ -192,8 +192,8 @@ def test_an_upload_that_fails_is_said_and_training_goes_on(
     ):
         train(settings, console)
     assert console.file.getvalue().replace("\n", " ").count("could not be uploaded") == 2  # type: ignore[attr-defined]
-    newest = checkpoint.find(tmp_path / "run")
-    checkpoint.verify(newest)
+    newest = restore.find(tmp_path / "run")
+    restore.verify(newest)
     assert newest.name == "step-00000006" and list(remote.names()) == ["step-00000004"]
     assert len(metrics(tmp_path / "run")) == 6
 
@@ -251,5 +251,5 @@ def uploading(rank: int, world: int, folder: str) -> list[str]:
 def test_processes_share_the_upload(tmp_path: Path) -> None:
     first, second = run_ranks(uploading, 2, str(tmp_path))
     assert first and second and not set(first) & set(second) and first[-1] == "manifest.json"
-    checkpoint.verify(tmp_path / "remote" / "step-00000001")
+    restore.verify(tmp_path / "remote" / "step-00000001")
     assert sorted(p.name for p in (tmp_path / "remote").iterdir()) == ["latest", "step-00000001"]

@@ -13,7 +13,7 @@ import torch
 
 from forebay.cli import main
 from forebay.errors import DoesNotFit, Preempted
-from forebay.train import checkpoint, loop
+from forebay.train import loop, restore
 from forebay.train.stop import TimeLimit
 from forebay.train.trainer import Trainer
 from tests.ranks import Started, start, start_ranks
@@ -122,9 +122,9 @@ class Job:
         return [tuple(record[name] for name in names) for record in records]
 
     def saved_step(self) -> int:
-        newest = checkpoint.find(self.folder / "run")
-        checkpoint.verify(newest)
-        return int(checkpoint.read_about(newest)["step"])
+        newest = restore.find(self.folder / "run")
+        restore.verify(newest)
+        return int(restore.read_about(newest)["step"])
 
 
 @pytest.fixture

@@ -20,8 +20,8 @@ import torch
 from forebay.memory.page_store import PageReport, PageStore
 from forebay.models.router import RouterStats
 from forebay.moe.dispatch import TokenDispatcher
-from forebay.train.checkpoint import SavedRngStates
 from forebay.train.distributed import Mesh
+from forebay.train.generators import SavedRngStates
 
 T = TypeVar("T")
 

@@ -1,21 +1,17 @@
-"""Checkpoints that are written whole or not at all, read only when whole, and resumed bitwise.
+"""Checkpoints that are written whole or not at all, in the background, and kept by count and age.
 
 Input: a model, its optimizer, the random generators and the trainer's position. Output: a folder per checkpoint under the
 run's ``checkpoints/``, in the format of ``torch.distributed.checkpoint``, with names and shapes of the whole model, so that
-another number of processes or another layout reads it too. All processes call the methods of `Checkpoints` and `load` together.
-A save in the background writes from a copy in host memory, in a thread with a process group of its own. A checkpoint may come
-from elsewhere: all of it is read as plain data, JSON and tensors. The optimizer's settings are the configuration's; learning
-rate and data order are functions of the step, so they have no state to save.
+another number of processes or another layout reads it too; `forebay.train.restore` does. All processes call the methods of
+`Checkpoints` together. A save in the background writes from a copy in host memory, in a thread with a process group of its
+own. The optimizer's settings are the configuration's; learning rate and data order are functions of the step, so they have
+no state to save.
 """
 
 import contextlib
 import errno
-import hashlib
-import io
 import json
 import os
-import pickle
-import random
 import shutil
 import threading
 import time
@@ -23,129 +19,28 @@ import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from pathlib import Path, PurePath
-from types import MappingProxyType
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint import filesystem
-from torch.distributed.checkpoint import metadata as described
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
 )
 
-from forebay.errors import RunError, UsageError, first_line
+from forebay.errors import RunError, first_line
 from forebay.train.distributed import on_all, on_main, rank_and_size
-from forebay.train.durable import make_folder, replace_text, sync, sync_tree, write_synced
+from forebay.train.durable import digest_of, make_folder, replace_text, sync, sync_tree, write_synced
+from forebay.train.generators import host_states, torch_states
 from forebay.train.remote import MANIFEST, RemoteFolder
 from forebay.train.staging import HostCopies
 
-_DESCRIPTIONS = (
-    described.BytesStorageMetadata,
-    described.ChunkStorageMetadata,
-    described.Metadata,
-    described.MetadataIndex,
-    described.StorageMeta,
-    described.TensorProperties,
-    described.TensorStorageMetadata,
-    described._MEM_FORMAT_ENCODING,
-)
-# The classes that a checkpoint's ``.metadata`` may name, besides dtypes: what torch 2.11 to 2.13 write for tensors. Each is
-# a plain record, or makes one.
-_PLAIN_CLASSES = MappingProxyType(
-    {
-        ("collections", "OrderedDict"): dict,
-        ("builtins", "set"): set,
-        ("builtins", "frozenset"): frozenset,
-        # A path is pickled with its class; only its text matters.
-        ("pathlib", "PosixPath"): PurePath,
-        ("pathlib", "WindowsPath"): PurePath,
-        ("pathlib._local", "PosixPath"): PurePath,
-        ("pathlib._local", "WindowsPath"): PurePath,
-        ("torch", "Size"): torch.Size,
-        ("torch.serialization", "_get_layout"): lambda name: {"torch.strided": torch.strided}[name],
-        ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): filesystem._StorageInfo,
-    }
-    | {(described.__name__, kind.__name__): kind for kind in _DESCRIPTIONS}
-)
-
-
-class _Unpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _PLAIN_CLASSES:
-            return _PLAIN_CLASSES[module, name]
-        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
-            return found
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which does not belong in a description of tensors")
-
-
-class PlainReader(dcp.FileSystemReader):
-    """Reads a checkpoint without running code in it.
-
-    torch's reader unpickles ``.metadata`` without restriction, so a checkpoint of unknown origin could run any command.
-    Here the pickle may name `_PLAIN_CLASSES` only, and files outside of the folder are not opened.
-
-    Raises:
-        RunError: from `read_metadata`: ``.metadata`` is missing, damaged, or more than a description of tensors in this folder.
-    """
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> described.Metadata:
-        file = Path(self.path) / ".metadata"
-        try:
-            with file.open("rb") as stream:
-                found = _Unpickler(stream).load()
-            self._check(found)
-        except RunError:
-            raise
-        except OSError as error:
-            raise RunError(f"{file} cannot be read: {error.strerror}") from error
-        except Exception as error:  # a pickle that was damaged on purpose may raise anything
-            raise RunError(
-                f"{file} is not read: {first_line(error)}; it is damaged or was not written by Forebay, and could run code"
-            ) from error
-        found.storage_meta = described.StorageMeta(load_id=self.load_id)
-        return found
-
-    def _check(self, found: Any) -> None:
-        """Check all types, and that every file lies in the folder: torch joins its name with the folder's."""
-        if not isinstance(found, described.Metadata):
-            raise ValueError(f"it holds a {type(found).__name__}, not a description of tensors")
-        kinds = (described.TensorStorageMetadata, described.BytesStorageMetadata)
-        for name, stored in found.state_dict_metadata.items():
-            if not isinstance(name, str) or not isinstance(stored, kinds):
-                raise ValueError(f"it describes {name!r} as a {type(stored).__name__}")
-        for index, place in found.storage_data.items():
-            if not isinstance(index, described.MetadataIndex) or not isinstance(place, filesystem._StorageInfo):
-                raise ValueError("its table of files is not what torch writes")
-            name = place.relative_path
-            if not isinstance(name, str) or Path(name).name != name or not name.endswith(".distcp"):
-                raise ValueError(f"it names the file {name!r}, which is no tensor file of this folder")
-
-
-class PlainPlanner(DefaultLoadPlanner):
-    """Loads tensors and refuses other values, which torch would unpickle without restriction."""
-
-    def load_bytes(self, read_item: Any, value: io.BytesIO) -> None:
-        raise RunError(f"{read_item.dest_index.fqn} is not a tensor in the checkpoint")
-
-
-class Damaged(RunError):
-    """A file of a checkpoint is missing or not as it was written."""
-
-
-_PREFIX, _PARTIAL = "step-", ".partial-"
+PREFIX, _PARTIAL = "step-", ".partial-"
 _BEFORE = "-before"  # suffix of a checkpoint while its step is saved again
-_SAME_MODEL = "resume with the configuration it was made with"
 
 
 @dataclass(frozen=True)
@@ -266,7 +161,7 @@ class Checkpoints:
         """
         if self._commit is not None:
             raise RuntimeError("a save is under way; call wait() first")
-        began, final = time.monotonic(), self.folder / f"{_PREFIX}{step:08d}"
+        began, final = time.monotonic(), self.folder / f"{PREFIX}{step:08d}"
         try:
             tensors = _collect(model, optimizer)
             copied, waited = self._copied(tensors) if background else (None, "")
@@ -276,7 +171,7 @@ class Checkpoints:
             tensors if copied is None else copied,
             copied is not None,
             {**about, "step": step},
-            _host_states(),
+            host_states(),
             getattr(model, "config", None),
         )
         group = None if copied is None else self._group
@@ -379,7 +274,7 @@ class Checkpoints:
 
         try:
             on_main(lambda: remote.begin(path.name), group)
-            files = sorted(_manifest(path))
+            files = sorted(read_manifest(path)["files"])
             on_all(lambda: remote.put(path, files[rank::size]), group)
             on_main(lambda: remote.finish(path), group)
             on_main(expire, group)
@@ -417,7 +312,7 @@ class Checkpoints:
     def all(self) -> list[Path]:
         """All checkpoints, whole or damaged, in the order in which they were written."""
         found: list[tuple[int, str]] = []
-        for path in self.folder.glob(f"{_PREFIX}*"):
+        for path in self.folder.glob(f"{PREFIX}*"):
             with contextlib.suppress(OSError):  # no manifest, or a thread removes the checkpoint now
                 found.append(((path / MANIFEST).stat().st_mtime_ns, path.name))
         return [self.folder / name for _, name in sorted(found)]
@@ -436,14 +331,14 @@ class Checkpoints:
             named = (self.folder / "latest").read_text(encoding="utf-8").strip()
         except (FileNotFoundError, UnicodeDecodeError):
             return None
-        return named if named.startswith(_PREFIX) and Path(named).name == named else None
+        return named if named.startswith(PREFIX) and Path(named).name == named else None
 
     def _begin(self, partial: Path) -> None:
         """Create an empty folder, and remove what a crash left. The run's lock keeps other processes out."""
         make_folder(self.folder)
         for left in [*self.folder.glob(f"{_PARTIAL}*"), self.folder / ".latest.new"]:
             _discard(left)
-        for before in self.folder.glob(f"{_PREFIX}*{_BEFORE}"):
+        for before in self.folder.glob(f"{PREFIX}*{_BEFORE}"):
             if before.with_name(before.name.removesuffix(_BEFORE)).is_dir():
                 _discard(before)  # otherwise it is the only checkpoint of its step
         partial.mkdir()
@@ -506,129 +401,28 @@ class Checkpoints:
         return RunError(f"checkpoint {final} could not be written: {reason}; {kept}{advice}")
 
 
-def find(given: Path) -> Path:
-    """The checkpoint of a given checkpoint folder, run folder or ``checkpoints`` folder.
-
-    Raises:
-        UsageError: there is none.
-    """
-    if (given / MANIFEST).is_file() or (given.name.startswith(_PREFIX) and given.is_dir()):
-        return given
-    for folder in (given / "checkpoints", given):
-        found = Checkpoints(folder).latest()
-        if found is not None:
-            return found
-    raise UsageError(f"{given} holds no checkpoint; give a run's folder or one of its checkpoints/{_PREFIX}... folders")
-
-
-def verify(path: Path) -> None:
-    """Compare every file with the manifest, each process a part of them.
-
-    Raises:
-        RunError: a file is missing, truncated or altered. The message names it and an earlier checkpoint, if there is one.
-    """
-    rank, size = rank_and_size()
-    on_all(lambda: _compare(path, dict(list(_manifest(path).items())[rank::size])))
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest of a checkpoint: ``files``, the size and digest of each, and ``written``, seconds since 1970."""
+    found: dict[str, Any] = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+    return found
 
 
 def _written(path: Path) -> float:
     """When a checkpoint was written, in seconds since 1970; 0 for one that is damaged or older than this entry."""
     try:
-        return float(json.loads((path / MANIFEST).read_text(encoding="utf-8"))["written"])
+        return float(read_manifest(path)["written"])
     except (OSError, ValueError, KeyError, TypeError):
         return 0.0
 
 
-def _manifest(path: Path) -> dict[str, tuple[int, str]]:
-    """Size and digest of each file."""
-    manifest = path / MANIFEST
-    try:
-        return json.loads(manifest.read_text(encoding="utf-8"))["files"]
-    except (OSError, ValueError, KeyError) as error:
-        raise _damaged(path, f"{manifest.name} is missing or unreadable") from error
-
-
-def _compare(path: Path, files: Mapping[str, Any]) -> None:
-    for name, (size, digest) in files.items():
-        file = path / name
-        if not file.is_file():
-            raise _damaged(path, f"{name} is missing")
-        if file.stat().st_size != size:
-            raise _damaged(path, f"{name} has {file.stat().st_size} bytes instead of {size}")
-        if _digest(file) != digest:
-            raise _damaged(path, f"the content of {name} has changed since it was written")
-
-
-def read_about(path: Path) -> dict[str, Any]:
-    """The `about` of `Checkpoints.save`, with ``step``, without reading tensors.
-
-    Raises:
-        RunError: a JSON file is missing or damaged.
-    """
-    _compare(path, {name: of for name, of in _manifest(path).items() if name.endswith(".json")})
-    return json.loads((path / "trainer.json").read_text(encoding="utf-8"))["about"]
-
-
-def load(path: Path, model: Any, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
-    """Verify a checkpoint and read it into a model and, to resume, its optimizer and the random generators.
-
-    Call it last, when no random numbers are drawn any more before the next step. A process without a counterpart in the
-    checkpoint gets random numbers of its own, which depend on those of process 0.
-
-    Returns:
-        The `about` of `Checkpoints.save`, with ``step``.
-
-    Raises:
-        RunError: the checkpoint is damaged, or its tensors do not fit this model; the first one is named.
-    """
-    verify(path)
-    rank, size = rank_and_size()
-    record = json.loads((path / "trainer.json").read_text(encoding="utf-8"))
-    counterpart = rank if rank < len(record["rng"]) else 0
-    reader = PlainReader(path)
-    held = reader.read_metadata().state_dict_metadata
-    wanted: dict[str, Any] = {"model": get_model_state_dict(model)}
-    settings: dict[str, Any] = {}
-    if optimizer is not None:
-        # The settings stay this optimizer's: a checkpoint's would silently override the configuration.
-        wanted["optimizer"], settings = _optimizer_state(model, optimizer)
-        # Only generators that were saved and exist here: the run may move to a machine with or without a GPU.
-        wanted["rng"] = {name: state for name, state in _torch_rng(counterpart).items() if f"rng.{name}" in held}
-    _check_fits(path, held, wanted["model"])
-    _read_tensors(path, wanted, reader, size)
-    set_model_state_dict(model, wanted["model"])
-    if optimizer is not None:
-        set_optimizer_state_dict(model, optimizer, {**wanted["optimizer"], **settings}, options=_by_parameter())
-        for name, state in wanted["rng"].items():
-            (torch.set_rng_state if name.endswith("-cpu") else torch.cuda.set_rng_state)(state)
-        _set_host_states(record["rng"][counterpart])
-        if counterpart != rank:
-            seed_all(int(torch.randint(1 << 62, (rank + 1,))[rank]))
-    return record["about"]
-
-
-def _read_tensors(path: Path, wanted: dict[str, Any], reader: PlainReader, size: int) -> None:
-    """Fill the tensors of `wanted` in place."""
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # "torch.distributed is uninitialized", with one process
-            dcp.load(wanted, storage_reader=reader, planner=PlainPlanner(), no_dist=size == 1)
-    except (CheckpointException, OSError, RuntimeError) as error:
-        cause = cause_of(error)
-        # torch's own text advises to load it all the same.
-        foreign = isinstance(cause, pickle.UnpicklingError)
-        why = "its tensors are not plain data, and are not unpickled" if foreign else first_line(cause)
-        raise RunError(f"checkpoint {path} cannot be read: {why}") from error
-
-
-def _by_parameter() -> StateDictOptions:
+def by_parameter() -> StateDictOptions:
     """Optimizer state as ``param_groups.NAME.lr``: lists of groups would collide, as processes hold different parameters."""
     return StateDictOptions(flatten_optimizer_state_dict=True)
 
 
-def _optimizer_state(model: Any, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
+def optimizer_state(model: Any, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Any], dict[str, Any]]:
     """Tensors and settings of the optimizer, both by parameter."""
-    found = get_optimizer_state_dict(model, optimizer, options=_by_parameter())
+    found = get_optimizer_state_dict(model, optimizer, options=by_parameter())
     settings = {name: value for name, value in found.items() if name.startswith("param_groups.")}
     return {name: value for name, value in found.items() if name not in settings}, settings
 
@@ -647,11 +441,11 @@ def _discard(path: Path) -> None:
 
 def _collect(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
     """Tensors of generators, model and optimizer, which are the ones that training changes."""
-    state: dict[str, dict[str, Any]] = {"rng": _torch_rng(rank_and_size()[0])}
+    state: dict[str, dict[str, Any]] = {"rng": torch_states(rank_and_size()[0])}
 
     def collect_own() -> None:
         state["model"] = get_model_state_dict(model)
-        state["optimizer"], _ = _optimizer_state(model, optimizer)
+        state["optimizer"], _ = optimizer_state(model, optimizer)
 
     on_all(collect_own)  # a process that runs out of memory here must not leave the others waiting in what follows
     # Not `catch_warnings`, whose end in a thread would undo what other threads did to the filters meanwhile.
@@ -683,41 +477,13 @@ def _write(partial: Path, taken: _Snapshot, group: dist.ProcessGroup | None) -> 
 
     on_main(write_once, group)
     names = on_main(lambda: sorted(str(p.relative_to(partial)) for p in partial.rglob("*") if p.is_file()), group)
-    parts = on_all(lambda: {n: (os.path.getsize(partial / n), _digest(partial / n)) for n in names[rank::size]}, group)
+    parts = on_all(
+        lambda: {n: (os.path.getsize(partial / n), digest_of(partial / n)) for n in names[rank::size]}, group
+    )
     files = {name: part[name] for name in names for part in parts if name in part}
     manifest = {"files": files, "written": time.time()}
     on_main(lambda: write_synced(partial / MANIFEST, json.dumps(manifest)), group)
     on_main(lambda: sync_tree(partial), group)
-
-
-def _check_fits(path: Path, held: Mapping[str, Any], model: Mapping[str, Any]) -> None:
-    """Check names and shapes of the checkpoint's weights against the model, of which several processes may hold parts."""
-    another = f"checkpoint {path} is of another model"
-
-    def check_own() -> list[str]:
-        for name, tensor in model.items():
-            stored = held.get(f"model.{name}")
-            if stored is None:
-                raise RunError(f"{another}: it has no {name}; {_SAME_MODEL}")
-            if not isinstance(stored, TensorStorageMetadata):
-                raise RunError(f"checkpoint {path} is damaged: its {name} is not a tensor")
-            if hasattr(tensor, "shape") and tuple(stored.size) != tuple(tensor.shape):
-                shapes = f"{name} has shape {list(stored.size)}, this model needs {list(tensor.shape)}"
-                raise RunError(f"{another}: {shapes}; {_SAME_MODEL}")
-        return list(model)
-
-    known = {f"model.{name}" for names in on_all(check_own) for name in names}
-    for name in held:
-        if name.startswith("model.") and name not in known:
-            raise RunError(f"{another}: this one has no {name.removeprefix('model.')}; {_SAME_MODEL}")
-
-
-def _damaged(path: Path, what: str) -> Damaged:
-    others = [p for p in Checkpoints(path.parent).all() if p != path]
-    advice = (
-        f"resume from an earlier one: --resume {others[-1]}" if others else "there is no other checkpoint beside it"
-    )
-    return Damaged(f"checkpoint {path} is damaged: {what}; {advice}")
 
 
 def cause_of(error: BaseException) -> BaseException:
@@ -730,55 +496,3 @@ def cause_of(error: BaseException) -> BaseException:
             return inner
         inner = inner.__cause__ or inner.__context__
     return error
-
-
-def _torch_rng(rank: int) -> dict[str, torch.Tensor]:
-    """States of torch's generators of this process and its current GPU, named by rank and device."""
-    states = {f"{rank}-cpu": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        states[f"{rank}-cuda"] = torch.cuda.get_rng_state()
-    return states
-
-
-def seed_all(seed: int) -> None:
-    """Seed all generators, including those of every CUDA device."""
-    torch.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % (1 << 32))
-
-
-def _host_states() -> dict[str, Any]:
-    """States of Python's and NumPy's generators, as JSON."""
-    version, words, gauss = random.getstate()
-    name, key, *rest = np.random.get_state()
-    return {"python": [version, list(words), gauss], "numpy": [name, np.asarray(key).tolist(), *rest]}
-
-
-def _set_host_states(states: Mapping[str, Any]) -> None:
-    """Restore what `_host_states` returned."""
-    version, words, gauss = states["python"]
-    random.setstate((version, tuple(words), gauss))
-    name, key, *rest = states["numpy"]
-    np.random.set_state((name, np.array(key, dtype=np.uint32), *rest))
-
-
-class SavedRngStates:
-    """The states of all generators at construction, with that of `device` if it is a CUDA device.
-
-    Reading or setting the state of a CUDA generator does not synchronize with the device: the state is on the host.
-    """
-
-    def __init__(self, device: torch.device):
-        self._device, self._host, self._cpu = device, _host_states(), torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-
-    def restore(self) -> None:
-        _set_host_states(self._host)
-        torch.set_rng_state(self._cpu)
-        if self._cuda is not None:
-            torch.cuda.set_rng_state(self._cuda, self._device)
-
-
-def _digest(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()

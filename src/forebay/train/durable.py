@@ -7,6 +7,7 @@ folder was synced, which has to follow the sync of the file that it names. Nothi
 import contextlib
 import errno
 import fcntl
+import hashlib
 import os
 import warnings
 from pathlib import Path
@@ -46,6 +47,12 @@ def make_folder(folder: Path) -> None:
         make_folder(folder.parent)
     folder.mkdir(exist_ok=True)
     sync(folder.parent)
+
+
+def digest_of(file: Path) -> str:
+    """SHA-256 of a file's content, in hexadecimal digits."""
+    with file.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def sync(path: Path) -> None:

@@ -41,7 +41,7 @@ from forebay.errors import (
 )
 from forebay.memory.step import StepReport
 from forebay.pipeline.partition import Partition
-from forebay.train import checkpoint, hf_io, run_folder
+from forebay.train import checkpoint, hf_io, restore, run_folder
 from forebay.train.distributed import Mesh, World, not_found
 from forebay.train.durable import FolderLock, replace_text
 from forebay.train.fast_path import fast_path_of
@@ -141,10 +141,10 @@ def export(run: Path, out: Path) -> Path:
         UsageError: there is no checkpoint, or `out` exists and is not empty.
         RunError: the checkpoint is damaged.
     """
-    path = checkpoint.find(run)
-    config = from_mapping(checkpoint.read_about(path)["config"], origin=str(path))
+    path = restore.find(run)
+    config = from_mapping(restore.read_about(path)["config"], origin=str(path))
     model = hf_io.from_folder_config(path / "model", getattr(torch, config.model.dtype))
-    checkpoint.load(path, model)
+    restore.load(path, model)
     hf_io.save(model, out, load_tokenizer(config.data.tokenizer).folder)
     return path
 
@@ -404,23 +404,23 @@ class _TrainingRun:
         for path in others:
             try:
                 return self._load(path)
-            except checkpoint.Damaged as error:
+            except restore.Damaged as error:
                 if self.mesh.world.is_main:
                     self.console.print(str(error), soft_wrap=True)
         return self._load(oldest)
 
     def _load(self, path: Path) -> int:
-        about = checkpoint.read_about(path)
+        about = restore.read_about(path)
         self._check_same(path, about)
         if about["step"] >= self.config.train.steps:
             if self.start.is_auto:
-                checkpoint.verify(path)
+                restore.verify(path)
                 return int(about["step"])
             raise UsageError(
                 f"checkpoint {path} is at step {about['step']}, and train.steps is {self.config.train.steps}: "
                 "nothing is left to do; set train.steps to more"
             )
-        checkpoint.load(path, self.trainer.model, self.trainer.optimizer)
+        restore.load(path, self.trainer.model, self.trainer.optimizer)
         return int(about["step"])
 
     def _check_same(self, path: Path, about: dict[str, Any]) -> None:

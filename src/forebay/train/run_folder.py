@@ -23,7 +23,7 @@ from forebay.errors import RunError, UsageError
 from forebay.memory.step import StepReport
 from forebay.memory.storage import local
 from forebay.pipeline.activity import ActionRecord, ActionRecorder, bubble, draw, trace_json
-from forebay.train import checkpoint
+from forebay.train import checkpoint, restore
 from forebay.train.distributed import Mesh
 from forebay.train.durable import LOCK, FolderLock, holder, make_folder, replace_text
 from forebay.train.pipeline_profile import profile_ranks
@@ -132,7 +132,7 @@ def where_to_resume(config: Config, resume: str) -> Start:
         UsageError: there is nothing to resume.
     """
     if resume:
-        path = checkpoint.find(Path(resume).expanduser())
+        path = restore.find(Path(resume).expanduser())
         return Start(path.parent.parent, path)
     found = _resumable(config)
     if found is None:

@@ -29,12 +29,12 @@ from forebay.pipeline.partition import Partition, partition_of
 from forebay.pipeline.schedule import PipelinePlan
 from forebay.train import hf_io, parallel
 from forebay.train.capacity_retry import CapacityRetries
-from forebay.train.checkpoint import seed_all
 from forebay.train.cuda_graph import CudaGraphStep
 from forebay.train.data import IGNORE, Batch, load_mixture
 from forebay.train.distributed import Mesh
 from forebay.train.engines import OverlappedGradients, PipelinedGradients, keep_stages, plan_of
 from forebay.train.fast_path import fast_path_of
+from forebay.train.generators import seed_all
 from forebay.train.health import HealthRecorder, StepHealth
 from forebay.train.metrics import StepRecord, allocator_bytes, peak_bytes, reserved_bytes
 from forebay.train.packing import check_documents_apart

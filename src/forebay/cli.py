@@ -221,7 +221,7 @@ def _train(options: argparse.Namespace) -> None:
     _quiet_transformers()
     world = World.of_environment()
     if world.is_main:
-        _warn_of_slow_link(config, world.size, processes_of_node())
+        _warn_of_network(config, world.size, processes_of_node())
     what_fits = partial(_what_fits, config, options.config)
     train(config, _console(), options.resume, _planned_partition(config), what_fits)
 
@@ -472,15 +472,24 @@ def _doctor(options: argparse.Namespace) -> None:
         _console().print(report.table())
 
 
-def _warn_of_slow_link(config: "Config", world: int, per_node: int) -> None:
-    """Print what expert groups over several nodes cost. Nodes have `per_node` processes each; 0 if that is not known."""
-    if not per_node or per_node >= world or per_node % config.parallel.ep == 0:
-        return  # before torch is imported
-    from forebay.estimate.device import DEFAULT
-    from forebay.estimate.slow_link import slow_link
+def _warn_of_network(config: "Config", world: int, per_node: int) -> None:
+    """Print what crosses the network: replicas of parts of nodes, and expert groups over several nodes with their cost.
 
-    _quiet_transformers()
-    print(f"forebay: {slow_link(config, world, per_node, _device(DEFAULT))}", file=sys.stderr, flush=True)
+    Nodes have `per_node` processes each; 0 if that is not known.
+    """
+    if not per_node or per_node >= world:
+        return
+    from forebay.config import split_replicas
+
+    said = [split_replicas(config, world, per_node)]
+    if per_node % config.parallel.ep:  # torch is imported for it
+        from forebay.estimate.device import DEFAULT
+        from forebay.estimate.slow_link import slow_link
+
+        _quiet_transformers()
+        said.append(slow_link(config, world, per_node, _device(DEFAULT)))
+    for sentence in filter(None, said):
+        print(f"forebay: {sentence}", file=sys.stderr, flush=True)
 
 
 def _launch(options: argparse.Namespace) -> None:
@@ -496,7 +505,7 @@ def _launch(options: argparse.Namespace) -> None:
         options.time_limit,
         options.image,
     )
-    _warn_of_slow_link(load(options.config, options.overrides), options.nodes * options.gpus_per_node, job.processes)
+    _warn_of_network(load(options.config, options.overrides), options.nodes * options.gpus_per_node, job.processes)
     out = None if options.out is None else options.out.expanduser()
     launch(job, options.on, out, options.submit, options.force)
 

@@ -249,6 +249,16 @@ def test_experts_that_cross_nodes_are_warned_about(run: Run, config: Path) -> No
     assert run(*arguments, "parallel.ep=3")[2] == ""
 
 
+def test_replicas_of_parts_of_nodes_are_warned_about(run: Run, config: Path) -> None:
+    """3 nodes of 4: replicas of 6 share the second node; those of 12, 4, 2 and 1 do not split one."""
+    arguments = ("launch", config, "--on", "slurm", "--nodes", "3", "--gpus-per-node", "4", "--set")
+    code, out, error = run(*arguments, "parallel.replicate=2")
+    said = one_sentence(error)
+    assert code == 0 and out and "replicas of 6 processes, which are parts of nodes of 4" in said
+    assert said.strip().endswith("parallel.replicate of 1, 3, 6, 12 does not split nodes")
+    assert [run(*arguments, f"parallel.replicate={n}")[2] for n in (1, 3, 6, 12)] == [""] * 4
+
+
 def test_submit_passes_on_what_the_engine_says(
     run: Run, config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,7 +4,7 @@
 `forebay.config.fast_path` gives the keys that are "auto" their values.
 """
 
-from forebay.config.checks import check_experts, check_world
+from forebay.config.checks import check_experts, check_world, split_replicas
 from forebay.config.fast_path import Facts, FastPath, is_open, resolve
 from forebay.config.loading import apply_override, build_section, from_mapping, load, presets
 from forebay.config.sections import (
@@ -47,5 +47,6 @@ __all__ = [
     "parse_duration",
     "presets",
     "resolve",
+    "split_replicas",
     "stages_of",
 ]

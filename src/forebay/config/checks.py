@@ -31,6 +31,23 @@ def check_world(c: Config, size: int) -> None:
     _raise_first(_world_mistakes(c, size))
 
 
+def split_replicas(c: Config, size: int, per_node: int) -> str:
+    """Says that replicas are parts of nodes, of `per_node` processes each; "" if they are whole nodes, or several in one."""
+
+    def fits(replica: int) -> bool:
+        return replica % per_node == 0 or per_node % replica == 0
+
+    replica, together = size // c.parallel.replicate, c.parallel.pp * c.parallel.ep
+    if c.parallel.replicate == 1 or fits(replica):
+        return ""
+    better = [n for n in range(1, size + 1) if size % n == 0 and size // n % together == 0 and fits(size // n)]
+    return (
+        f"parallel.replicate = {c.parallel.replicate} makes replicas of {replica} processes, which are parts of nodes of "
+        f"{per_node}: what a replica gathers and what replicas add up both cross the network; "
+        f"parallel.replicate of {', '.join(map(str, better))} does not split nodes"
+    )
+
+
 def check_experts(ep: int, experts: int) -> None:
     """Raise `UsageError` unless `ep` divides the number of `experts` (0 for a dense model)."""
     if ep > 1 and not experts:

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import signal
 import threading
 import time
@@ -15,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 
 from forebay.cli import main
 from forebay.config import Config
-from forebay.errors import Interrupted, RunError
+from forebay.errors import Interrupted, Preempted, RunError
 from forebay.train import checkpoint, restore, staging
 from forebay.train.checkpoint import Checkpoints, SavedCheckpoint
 from forebay.train.distributed import ALONE, Mesh
@@ -216,6 +217,37 @@ def test_all_processes_end_at_the_same_step_when_one_cannot_write(tmp_path: Path
     finally:
         for process in running:
             process.kill()
+
+
+def stop_while_saving(command: list[str]) -> int:
+    """SIGTERM while the checkpoint of step 20 is written, which then takes two seconds more."""
+    digest = checkpoint.digest_of
+
+    def slow(file: Path) -> str:
+        if "step-00000020" in str(file) and file.name == "trainer.json":
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(2)
+        return digest(file)
+
+    checkpoint.digest_of = slow
+    return main(command)
+
+
+def test_a_signal_does_not_begin_another_save_after_the_one_under_way(tmp_path: Path) -> None:
+    settings = config(write_text(tmp_path), train={"steps": 10000}, checkpoint={"every": 20})
+    (tmp_path / "c.toml").write_text(to_toml(settings))
+    process = start(stop_while_saving, train_command(tmp_path / "c.toml"))
+    try:
+        _, error = process.communicate(timeout=60)
+        assert process.returncode == Preempted.exit_code, error
+        assert re.search(
+            r"SIGTERM after step \d+ of 10000; the checkpoint of step 20, written in \S+ s, is safe", error
+        ), error
+        newest = restore.find(tmp_path / "run")
+        restore.verify(newest)
+        assert [path.name for path in newest.parent.glob("step-*")] == ["step-00000020"]
+    finally:
+        process.kill()
 
 
 def run_slowly(command: list[str]) -> int:

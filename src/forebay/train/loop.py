@@ -327,7 +327,9 @@ class _TrainingRun:
         if saves.under_way and (failed or not is_writing):
             self._finish_save(report)
         ends, is_due = bool(asked or is_near or is_last), bool(c.every) and number % c.every == 0
-        wants_save = is_due or (c.last and (ends or (needs_save and not saves.under_way)))
+        # A save under way began less time ago than another one would take: the steps since then are cheaper to repeat.
+        is_enough = saves.under_way and asked and not is_last
+        wants_save = not is_enough and (is_due or (c.last and (ends or (needs_save and not saves.under_way))))
         if wants_save and number > self.save_began_at:
             self._save(number, report, c.background and not (ends or needs_save))
         if ends or needs_save:
@@ -464,11 +466,10 @@ class _TrainingRun:
         resume = f"go on with --resume {self.start.folder}"
         if not self.saved_at:
             saved = "there is no checkpoint" + (", as checkpoint.last is false" if number else " yet")
-        elif self.saved_at == number:
-            seconds = f", written in {self.saved.seconds:.1f} s," if self.saved is not None else ""
-            saved = f"its checkpoint{seconds} is safe in {self.start.folder}; {resume}"
         else:
-            saved = f"the checkpoint of step {self.saved_at} is safe; {resume}"
+            which = "its checkpoint" if self.saved_at == number else f"the checkpoint of step {self.saved_at}"
+            seconds = f", written in {self.saved.seconds:.1f} s," if self.saved is not None else ""
+            saved = f"{which}{seconds} is safe in {self.start.folder}; {resume}"
         upload = f"; {self._missing_upload}" if self._missing_upload else ""
         return f"stopped by {by} after step {number} of {self.config.train.steps}; {saved}{upload}"
 

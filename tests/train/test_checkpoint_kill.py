@@ -66,7 +66,8 @@ class Run:
         """One life; returns whether it came to train, and the seconds in which the other processes ended."""
         before, limit = len(self.written()), time.monotonic() + 120
         self.start()
-        if trains := draw.random() < 0.9:
+        # A run that has no checkpoint yet does not go on: the next one begins in another folder.
+        if trains := draw.random() < 0.9 or not before:
             while len(self.written()) == before:
                 assert time.monotonic() < limit and self.running[0].returncode is None, "the run does not start"
                 time.sleep(0.01)
@@ -107,7 +108,9 @@ class Run:
 
 
 def losses(folder: Path) -> list[tuple[float, ...]]:
-    return [(r["step"], r["cross_entropy_loss"], r["gradient_norm"]) for r in metrics(folder)]
+    return [
+        (r["step"], r["cross_entropy_loss"], r["gradient_norm"]) for r in metrics(folder) if "cross_entropy_loss" in r
+    ]
 
 
 def survive(folder: Path, processes: int, kills: int, seed: int) -> None:

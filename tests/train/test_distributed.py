@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -35,6 +36,8 @@ def test_world_of_environment() -> None:
         World.of_environment({"RANK": "5", "WORLD_SIZE": "8"})
     with pytest.raises(UsageError, match=r"whole numbers.*'x'"):
         World.of_environment({"RANK": "x", "WORLD_SIZE": "8", "LOCAL_RANK": "0"})
+    with pytest.raises(UsageError, match="RANK = 8 is none of the 8 processes"):
+        World.of_environment({"RANK": "8", "WORLD_SIZE": "8", "LOCAL_RANK": "0"})
 
 
 @pytest.mark.parametrize(
@@ -238,4 +241,27 @@ def test_others_that_never_come(tiny: Callable[..., Config], monkeypatch: pytest
         monkeypatch.setenv(name, value)
     with pytest.raises(RunError, match=r"the 2 processes could not find each other within 1 s.*torchrun"):
         Mesh.open(tiny(parallel={"timeout": 1}), World(0, 2, 0))
+    assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("port", "message"),
+    [
+        ("", "another process of this machine listens at port"),
+        ("x", "invalid literal.*MASTER_ADDR and MASTER_PORT say where processes meet"),
+        ("99999", "99999.*; MASTER_ADDR and MASTER_PORT"),
+        (None, "MASTER_PORT expected, but not set; MASTER_ADDR and MASTER_PORT"),
+    ],
+)
+def test_no_place_to_meet(
+    port: str | None, message: str, tiny: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"MASTER_ADDR": "localhost", "RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("MASTER_PORT", raising=False)
+    with socket.create_server(("localhost", 0)) as taken:
+        if port is not None:
+            monkeypatch.setenv("MASTER_PORT", port or str(taken.getsockname()[1]))
+        with pytest.raises(UsageError, match=message):
+            Mesh.open(tiny(parallel={"timeout": 1}), World(0, 2, 0))
     assert not dist.is_initialized()

@@ -4,12 +4,13 @@ Input: a `Config` whose keys are valid each by itself. Output: `UsageError` with
 would be valid. `check` needs the configuration only, `check_world` the number of processes too, `check_experts` the model.
 """
 
+import re
 from collections.abc import Iterator
 from itertools import count
 
 from forebay.config.fast_path import implied
 from forebay.config.sections import SOURCES, Config, Data, DataSource, Memory, parse_duration
-from forebay.errors import UsageError
+from forebay.errors import UsageError, nearest
 from forebay.policy import PLACEMENTS, PolicyError, parse_bytes
 
 
@@ -77,6 +78,7 @@ def _mistakes(c: Config) -> Iterator[str]:
     yield from _graph_mistakes(c)
     if c.log.prometheus and not c.log.prometheus.endswith(".prom"):
         yield f"log.prometheus = {c.log.prometheus!r} must end in .prom: node-exporter reads no other files"
+    yield from _remote_mistakes(c.checkpoint.remote)
     number = c.log.timeline
     if number and c.parallel.pp == 1:
         yield (
@@ -85,6 +87,20 @@ def _mistakes(c: Config) -> Iterator[str]:
         )
     if number > c.train.steps:
         yield f"log.timeline = {number} is after the last step, train.steps = {c.train.steps}"
+
+
+def _remote_mistakes(url: str) -> Iterator[str]:
+    """A job that waits for its turn should not find out that its URL is wrong."""
+    if "://" in url:
+        from fsspec import available_protocols
+
+        known = available_protocols()
+        protocol = url.split("://")[0].split("::")[-1]
+        if protocol not in known:
+            close = nearest(protocol, known, "one")
+            yield f"checkpoint.remote = {url!r}: fsspec knows no {protocol}://; {close}a URL is such as s3://bucket/run"
+    elif re.match(r"\w+:/", url):
+        yield f"checkpoint.remote = {url!r} is neither a path nor a URL, such as s3://bucket/run"
 
 
 def _model_and_data_mistakes(c: Config) -> Iterator[str]:

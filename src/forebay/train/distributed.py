@@ -143,7 +143,7 @@ class Mesh:
             world: this process; None reads torchrun's environment.
 
         Raises:
-            UsageError: the configuration does not fit the processes, or CUDA is requested and missing.
+            UsageError: the configuration does not fit the processes, CUDA is requested and missing, or there is no place to meet.
             PeerLost: the other processes do not answer. Torch may wait several times `parallel.timeout`.
         """
         world = World.of_environment() if world is None else world
@@ -295,7 +295,16 @@ def _start_group(world: World, device: torch.device, timeout: timedelta) -> Any:
         store, rank, size = next(iter(dist.rendezvous("env://", timeout=timeout)))
         groups = dist.PrefixStore("groups", store)
         dist.init_process_group(backend, store=groups, rank=rank, world_size=size, timeout=timeout, device_id=bound)
-    except (ValueError, RuntimeError) as error:  # DistError is a RuntimeError
+    except ValueError as error:
+        raise UsageError(
+            f"{first_line(error)}; MASTER_ADDR and MASTER_PORT say where processes meet; torchrun sets both"
+        ) from error
+    except RuntimeError as error:  # DistError too
+        if "EADDRINUSE" in str(error):
+            raise UsageError(
+                f"another process of this machine listens at port {os.environ['MASTER_PORT']}, where the processes were to meet; "
+                "choose another with torchrun's --master-port or --rdzv-endpoint"
+            ) from error
         raise not_found(world, timeout.total_seconds(), f": {first_line(error)}") from error
     return store
 

@@ -30,7 +30,7 @@ class World:
         """This process as torchrun numbered it (RANK, WORLD_SIZE, LOCAL_RANK); `ALONE` if none of these is set.
 
         Raises:
-            UsageError: only some of the three are set, or not to whole numbers.
+            UsageError: only some of the three are set, or not to whole numbers, or the rank is too large.
         """
         given = os.environ if environment is None else environment
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
@@ -42,6 +42,8 @@ class World:
             raise UsageError(
                 f"{', '.join(names)} must all be set to whole numbers, as torchrun does, or none of them: {error}"
             ) from error
+        if not 0 <= rank < size:
+            raise UsageError(f"RANK = {rank} is none of the {size} processes of WORLD_SIZE; valid are 0 to {size - 1}")
         return World(rank, size, local_rank)
 
 

@@ -439,7 +439,7 @@ def test_ctrl_c_in_a_step(run: Run, config: str, tmp_path: Path) -> None:
     newest = restore.find(tmp_path / "run")
     restore.verify(newest)
     done = restore.read_about(newest)["step"]
-    assert done >= 7
+    assert done >= 5  # a checkpoint that is being written is the last one
     code, out, _ = run("train", config, "--resume", f"--set=train.steps={done + 1}", "--set=checkpoint.every=5")
     assert code == 0 and f"resumed after step {done}" in out
 

@@ -1,4 +1,5 @@
-"""Draw docs/single_gpu.svg from benchmarks/results/single_gpu.json: step time against memory after the forward pass.
+"""Draw docs/single_gpu.svg from benchmarks/results/single_gpu.json: step time against memory after the forward pass; and, where
+benchmarks/results/fp8_loss.json is there, docs/fp8_loss.svg: the loss by step, with exact saving and with rows in 8 bits.
 
 python benchmarks/plot.py
 """
@@ -66,7 +67,40 @@ class Chart:
         self.parts.append(text(label_x, label_y, words, "end" if at_right else "start", "#222222"))
 
 
+def loss_curves(curves: dict[str, list[float]]) -> str:
+    """An SVG of losses by step, one line for each name."""
+    steps = max(len(curve) for curve in curves.values())
+    low, high = (pick(loss for curve in curves.values() for loss in curve) for pick in (min, max))
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}"',
+        ' font-family="system-ui, sans-serif" font-size="13">',
+        f'<rect width="{_WIDTH}" height="{_HEIGHT}" fill="#ffffff"/>',
+    ]
+
+    def place(step: int, loss: float) -> tuple[float, float]:
+        across, up = step / max(steps - 1, 1), (loss - low) / ((high - low) or 1.0)
+        return _LEFT + across * (_RIGHT - _LEFT), _BOTTOM - up * (_BOTTOM - _TOP)
+
+    for n in range(5):
+        loss = low + n * (high - low) / 4
+        y = place(0, loss)[1]
+        parts += [line(_LEFT, y, _RIGHT, y, "#dddddd"), text(_LEFT - 8, y + 4, f"{loss:.2f}", "end")]
+    for step in range(0, steps, max(steps // 6, 1)):
+        parts.append(text(place(step, low)[0], _BOTTOM + 20, str(step + 1), "middle"))
+    for number, ((name, curve), color) in enumerate(zip(curves.items(), (_OURS, _THEIRS, _GRAY), strict=False)):
+        points = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(step, loss) for step, loss in enumerate(curve)))
+        parts.append(
+            f'<polyline points="{points}" fill="none" stroke="{color}" stroke-width="1.4" stroke-opacity="0.8"/>'
+        )
+        parts.append(text(_RIGHT, _TOP + 16 * (number + 1), f"{name}: {curve[-1]:.4f}", "end", color))
+    parts += [text(_RIGHT, _HEIGHT - 12, "step", "end"), text(_LEFT, _TOP - 10, "loss, nats a token"), "</svg>"]
+    return "\n".join(parts) + "\n"
+
+
 def main() -> None:
+    losses = _ROOT / "results" / "fp8_loss.json"
+    if losses.is_file():
+        (_ROOT.parent / "docs" / "fp8_loss.svg").write_text(loss_curves(json.loads(losses.read_text())["curves"]))
     results = json.loads((_ROOT / "results" / "single_gpu.json").read_text())["rows"]
     rows = [r for r in results if "ms" in r and "again" not in r["arm"]]
     shown = [r for r in rows if r["ms"] <= _MOST_MS]

@@ -113,6 +113,8 @@ def test_overrides(tmp_path: Path) -> None:
         (PIPELINE | {"memory": {"policy": "auto", "budget": "1GiB"}}, ["memory.policy = auto", "keep", "'stash'"]),
         (with_key("memory", pages="1GiB"), ["memory.pages", "'stash'"]),
         (with_key("memory", policy={"*.mlp": "stash"}, pages="much"), ["memory.pages", "'much'"]),
+        (with_key("memory", precision="fp8"), ["memory.precision = 'fp8'", "model.compute", "'bfloat16'"]),
+        (with_key("memory", precision="half"), ["memory.precision = 'half'", "exact, fp8"]),
         (
             with_key("memory", graph=True) | {"parallel": {"overlap": False}},
             ["memory.graph", "parallel.overlap = true", "parallel.pp"],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -37,7 +38,9 @@ def traced(family: str, dtype: torch.dtype = torch.bfloat16, attention: str = "s
     return trace_model(built(family, "meta", dtype, attention), Shape(SEQUENCE, BATCH, **options))
 
 
-def really(family: str, dtype: torch.dtype, attention: str, compile: bool = False) -> dict[str, int]:
+def really(
+    family: str, dtype: torch.dtype, attention: str, compile: bool = False, precision: str = "exact"
+) -> dict[str, int]:
     """Bytes by region of one forward of the model under management, as the trainer calls it."""
     model = built(family, dtype=dtype, attention=attention)
     ids = torch.randint(1, 97, (BATCH, SEQUENCE))
@@ -45,7 +48,7 @@ def really(family: str, dtype: torch.dtype, attention: str, compile: bool = Fals
     def step() -> torch.Tensor:
         return model(input_ids=ids, labels=ids, shift_labels=ids, num_items_in_batch=ids.numel()).loss
 
-    with manage(model, compile=compile) as managed:
+    with manage(model, compile=compile, precision=precision) as managed:
         return by_sublayer(managed.profile(step).by_region)
 
 
@@ -138,6 +141,18 @@ def test_a_gpu_rounds_every_storage() -> None:
     rounded, exact = (traced("qwen3_moe", gpu=True, block=block) for block in (GPU_BLOCK, 1))
     for a, b in zip(rounded.layers, exact.layers, strict=True):
         assert a.saved % GPU_BLOCK == 0 and b.saved <= a.saved < b.saved + 64 * GPU_BLOCK
+
+
+def test_rows_in_8_bits_are_those_of_a_real_model() -> None:
+    """A width that is a multiple of 32; 33 bytes for 64 of h, and nothing else changes."""
+    name, fields = FAMILIES["qwen3_moe"]
+    with mock.patch.dict(FAMILIES, {"wide": (name, {**fields, "moe_intermediate_size": 64})}):
+        exact, rounded = traced("wide"), traced("wide", rounds=True)
+        real = really("wide", torch.bfloat16, "sdpa", precision="fp8")
+    for number, (layer, before) in enumerate(zip(rounded.layers, exact.layers, strict=True)):
+        assert layer.mlp.saved == real[f"model.layers.{number}.mlp"]
+        assert before.mlp.saved - layer.mlp.saved == SEQUENCE * BATCH * TOP_K * 128 * 31 // 32 * layer.is_moe
+        assert layer.attention.saved == before.attention.saved
 
 
 def test_light_recomputation_frees_h_alone() -> None:

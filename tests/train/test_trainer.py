@@ -14,7 +14,7 @@ from forebay.train import hf_io
 from forebay.train.distributed import pick_device
 from forebay.train.hf_io import balance_coefficient
 from forebay.train.trainer import Trainer, decay_groups, lr_factor
-from tests.train.common import CPU, DENSE, GLM, differing, state_of
+from tests.train.common import CPU, DENSE, GLM, MODEL, differing, state_of
 
 PLAIN = {"experts": "transformers", "loss": "transformers"}
 BIASED = {"family": "glm4_moe", "config": {**GLM, "num_hidden_layers": 1, "first_k_dense_replace": 0}}
@@ -83,6 +83,17 @@ def test_bfloat16_trains(tiny: Callable[..., Config]) -> None:
     with Trainer(tiny(model={"dtype": "bfloat16"})) as trainer:
         first = trainer.step(1).cross_entropy_loss
         assert [trainer.step(n).cross_entropy_loss for n in (2, 3, 4)][-1] < first
+
+
+def test_rows_in_8_bits_train_from_the_same_first_loss(tiny: Callable[..., Config]) -> None:
+    model = {"dtype": "bfloat16", "config": {**MODEL, "moe_intermediate_size": 32}}
+    losses: dict[str, list[float]] = {}
+    for precision in ("exact", "fp8"):
+        with Trainer(tiny(model=model, memory={"precision": precision})) as trainer:
+            losses[precision] = [trainer.step(n).cross_entropy_loss for n in (1, 2, 3, 4)]
+    exact, rounded = losses.values()
+    assert rounded[0] == exact[0] and rounded[1:] != exact[1:] and rounded[-1] < rounded[0]
+    assert all(abs(a / b - 1) < 0.01 for a, b in zip(rounded, exact, strict=True))
 
 
 @pytest.mark.parametrize(("validation", "eval_every"), [(0.25, 1), (0.0, 0)])

@@ -68,6 +68,11 @@ def _mistakes(c: Config) -> Iterator[str]:
     yield from _model_and_data_mistakes(c)
     yield from _training_mistakes(c)
     yield from _memory_mistakes(c.memory)
+    if c.memory.precision == "fp8" and "bfloat16" not in (c.model.compute, c.model.dtype):
+        yield (
+            "memory.precision = 'fp8' is for rows of bfloat16, but forward and backward are in float32: set model.compute or "
+            "model.dtype to 'bfloat16', or leave it out"
+        )
     yield from _pipeline_mistakes(c)
     yield from _overlap_mistakes(c)
     if 0 < float(c.parallel.capacity_factor) < 1:

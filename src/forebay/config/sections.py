@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from forebay.policy import RECOMPUTE_MODES
+from forebay.policy import PRECISIONS, RECOMPUTE_MODES
 
 SCHEDULES = ("1f1b", "interleaved-1f1b", "zbv", "dualpipev")
 AUTO = "auto"
@@ -156,6 +156,12 @@ class Memory:
     recompute: str = key("light", "The part of an MoE sublayer that 'recompute' repeats.", choices=RECOMPUTE_MODES)
     pages: str | int = key(
         "", "Device memory for the pages of 'stash'; the rest goes to the host. '' is as much as a step needs."
+    )
+    precision: str = key(
+        "exact",
+        "'fp8' saves rows of bfloat16 in about half their bytes: offloaded and stashed ones, and the experts' first product. "
+        "Backward reads rounded values.",
+        choices=PRECISIONS,
     )
     graph: bool | str = key(
         AUTO,

@@ -226,6 +226,7 @@ def shape_of(config: Config, declared: Any, sharing: Sharing, skew: float = 1.0)
         capacity_factor=c.step.capacity_factor if p.dispatch in ("auto", "symmetric") else 0.0,
         compiled=c.memory.compile,
         flex=c.model.attention == "flex" and sharing.gpu,
+        rounds=c.memory.precision == "fp8",
         balance=hf_io.balance_coefficient(declared) != 0,
         block=GPU_BLOCK if sharing.gpu else 1,
         gpu=sharing.gpu,

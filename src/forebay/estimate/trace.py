@@ -40,7 +40,7 @@ from forebay.estimate.types import (
 from forebay.models.blocks import SublayerCallSite, install_sublayers
 from forebay.models.families import decoder_layers, moe_blocks, transformers_base
 from forebay.models.fused_loss import head_loss, install_fused_loss
-from forebay.models.hf_experts import register
+from forebay.models.hf_experts import register, round_saved_rows
 from forebay.models.router import balance_loss
 from forebay.models.sinks import has_eager_sinks
 from forebay.models.structure import sinks_of
@@ -185,6 +185,8 @@ class TraceRun:
         blocks = moe_blocks(model)
         if blocks and shape.experts == "forebay":
             model.set_experts_implementation(register())
+            if shape.rounds:
+                round_saved_rows(model)
         if shape.loss == "fused":
             install_fused_loss(model)
         self._dispatcher = self._install_dispatcher(blocks)

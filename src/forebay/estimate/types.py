@@ -118,6 +118,8 @@ class Shape:
         deferred_weight_grads: the experts' weight gradients are made after all others of their backward.
         autocast: forwards run under bf16 autocast.
         flex: attention with sinks runs as `forebay.models.sinks` runs it on a GPU.
+        rounds: `memory.precision = "fp8"`. Experts save their first product in 8 bits; other rows count as copied to the host in
+            full, so that a run offloads more than is planned.
     """
 
     sequence: int
@@ -135,10 +137,11 @@ class Shape:
     deferred_weight_grads: bool = False
     autocast: bool = False
     flex: bool = False
+    rounds: bool = False
 
     def without_experts(self) -> Shape:
         """The shape without that on which only MoE sublayers depend."""
-        return replace(self, ep=1, skew=1.0, capacity_factor=0.0, deferred_weight_grads=False)
+        return replace(self, ep=1, skew=1.0, capacity_factor=0.0, deferred_weight_grads=False, rounds=False)
 
 
 @dataclass(frozen=True)

@@ -436,6 +436,7 @@ def _manage(model: Any, config: Config, dispatcher: TokenDispatcher | None) -> M
             offload=config.memory.offload,
             recompute=config.memory.recompute,
             dispatcher=dispatcher,
+            precision=config.memory.precision,
             pages=config.memory.pages if config.memory.pages != "" else None,
             min_bytes=_PIPELINE_MIN_BYTES if config.parallel.pp > 1 and torch.cuda.is_available() else None,
         )

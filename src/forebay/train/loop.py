@@ -316,7 +316,21 @@ class _TrainingRun:
 
     def _check_stop(self, number: int, report: Reporter) -> None:
         """Save after step `number` if a checkpoint is due, and raise `Stopped` if the run ends there: on all processes."""
-        c, saves, is_last = self.config.checkpoint, self.checkpoints, number == self.config.train.steps
+        is_last = number == self.config.train.steps
+        asked, is_near = self._save_if_due(number, report, is_last)
+        if is_last or not (asked or is_near):
+            return
+        self._finish_save(report)  # begun before, with just enough time left
+        by = signal.Signals(asked).name if asked else f"train.time_limit = {self.config.train.time_limit}"
+        raise (Interrupted if asked == signal.SIGINT else Preempted)(self._stopped(number, by))
+
+    def _save_if_due(self, number: int, report: Reporter, is_last: bool) -> tuple[int, bool]:
+        """Save after step `number` if a checkpoint is due, or one is to be measured, or the run ends there.
+
+        Returns:
+            The number of the signal that asked any process to stop, 0 for none; and whether the time limit is near.
+        """
+        c, saves = self.config.checkpoint, self.checkpoints
         asked, is_near, needs_save, is_writing, failed = self.mesh.max(
             self.stop.signal,
             self.limit.is_near,
@@ -326,21 +340,29 @@ class _TrainingRun:
         )
         if saves.under_way and (failed or not is_writing):
             self._finish_save(report)
-        ends, is_due = bool(asked or is_near or is_last), bool(c.every) and number % c.every == 0
-        # A save under way began less time ago than another one would take: the steps since then are cheaper to repeat.
-        is_enough = saves.under_way and asked and not is_last
-        wants_save = not is_enough and (is_due or (c.last and (ends or (needs_save and not saves.under_way))))
+        ends = bool(asked or is_near or is_last)
+        wants_save = self._wants_save(number, ends, bool(asked) and not is_last, bool(needs_save))
         if wants_save and number > self.save_began_at:
             self._save(number, report, c.background and not (ends or needs_save))
         if ends or needs_save:
             self._finish_save(report)
         if wants_save or needs_save:
             (is_near,) = self.mesh.max(self.limit.is_near)  # it may have taken the time that one more step needs
-        if is_last or not (asked or is_near):
-            return
-        self._finish_save(report)  # begun above, with just enough time left
-        by = signal.Signals(int(asked)).name if asked else f"train.time_limit = {self.config.train.time_limit}"
-        raise (Interrupted if asked == signal.SIGINT else Preempted)(self._stopped(number, by))
+        return int(asked), bool(is_near)
+
+    def _wants_save(self, number: int, ends: bool, stopped: bool, needs_save: bool) -> bool:
+        """Whether step `number` is to be saved.
+
+        Args:
+            ends: the run ends after it, `stopped`: because of a signal.
+            needs_save: no save has shown yet how long one takes.
+        """
+        c, under_way = self.config.checkpoint, self.checkpoints.under_way
+        if under_way and stopped:
+            # That save began less time ago than another one would take: the steps since then are cheaper to repeat.
+            return False
+        is_due = bool(c.every) and number % c.every == 0
+        return is_due or (c.last and (ends or (needs_save and not under_way)))
 
     def _save(self, number: int, report: Reporter, background: bool) -> None:
         """Begin to save, after the save under way."""

@@ -9,11 +9,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+import forebay
 from forebay.kernels.row_fp8 import decode_rows, encode_rows, encoded_width
 from forebay.memory.compressed import compress, expand, holds_rows
 from forebay.memory.host_store import CopyDone, HostStore, Traffic
 from tests.helpers import used_bytes
 from tests.memory.networks import manage, same
+from tests.models.conftest import build_tiny
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 ROWS, WIDTH = 48, 64
@@ -211,3 +213,20 @@ def test_plans_count_storages_and_reports_count_copies(monkeypatch: pytest.Monke
     assert traffic.rate(slice(None)) == 12800 / 2e-3
     copied, rate = traffic.measure()
     assert copied == 9700 and rate == pytest.approx(9700 / 2e-3)
+
+
+def test_masks_of_attention_are_not_rounded() -> None:
+    """`scaled_dot_product_attention` saves a mask as a bias of 0 and -inf, whose groups would come back as NaN."""
+    torch.manual_seed(0)
+    model = build_tiny("qwen3_moe").bfloat16()
+    ids = torch.randint(0, 16, (2, 64))
+    mask = torch.ones_like(ids)
+    mask[0, :20] = 0  # padded on the left: some rows see no token at all
+    with forebay.manage(model, {"*.self_attn": "offload", "*.mlp": "offload"}, offload="all", precision="fp8"):
+        for _ in range(2):
+            model.zero_grad()
+            model(ids, attention_mask=mask, labels=ids.masked_fill(mask == 0, -100)).loss.backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters() if p.grad is not None)
+    bias = torch.zeros(2, 1, 64, 64, dtype=torch.bfloat16)
+    assert not holds_rows(bias) and not holds_rows(bias.expand(2, 4, 64, 64))
+    assert holds_rows(torch.zeros(2, 4, 64, 32, dtype=torch.bfloat16))

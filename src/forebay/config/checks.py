@@ -98,8 +98,9 @@ def _remote_mistakes(url: str) -> Iterator[str]:
     """A job that waits for its turn should not find out that its URL is wrong."""
     if "://" in url:
         from fsspec import available_protocols
+        from fsspec.registry import registry
 
-        known = available_protocols()
+        known = sorted({*available_protocols(), *registry})
         protocol = url.split("://")[0].split("::")[-1]
         if protocol not in known:
             close = nearest(protocol, known, "one")

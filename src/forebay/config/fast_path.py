@@ -165,6 +165,8 @@ def _obstacles(c: Config, facts: Facts) -> Iterator[str]:
         yield "it needs model.experts = 'forebay', model.loss = 'fused' and model.attention = 'sdpa' or 'eager'"
     if c.data.packing != "joined":
         yield "data.packing = 'documents' needs masks of each microbatch"
+    if c.memory.precision != "exact":
+        yield f"memory.precision = {c.memory.precision!r} did not run in a graph"
     if p.reduce != "step":
         yield "parallel.reduce = 'microbatch' did not run in a graph"
     yield from _mesh_obstacles(c, facts)

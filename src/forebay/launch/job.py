@@ -92,7 +92,7 @@ def describe(
     for text in (source, image, str(Path.cwd()), *overrides):
         if not text.isprintable():
             raise UsageError(f"{text!r} cannot be written into a job file: it holds a control character")
-    if image.split() not in ([], [image]):
+    if image and image.split() != [image]:
         raise UsageError(f"--image {image!r} holds a space")
     config = load(source, overrides)
     check_world(config, nodes * gpus_per_node)

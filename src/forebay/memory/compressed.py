@@ -15,9 +15,12 @@ def holds_rows(tensor: torch.Tensor) -> bool:
 
     True for bf16 of two dimensions or more with at least 32 neighbors in memory. What backward needs to the bit is not: integers
     and masks, random states, routing ids and weights (fewer choices), and whatever a bf16 model computes in fp32: log-sum-exp,
-    the norms' statistics, the router's probabilities.
+    the norms' statistics, the router's probabilities. Nor are attention's masks, which `scaled_dot_product_attention` turns into
+    biases of 0 and -inf in the queries' dtype: 32 neighbors with an infinity would come back as NaN.
     """
     if tensor.dtype is not torch.bfloat16 or tensor.dim() < 2 or tensor.untyped_storage().nbytes() % 2:
+        return False
+    if 0 in tensor.stride() or (tensor.dim() == 4 and (tensor.size(1) == 1 or tensor.size(2) == tensor.size(3))):
         return False
     return any(size >= GROUP and stride == 1 for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
 

@@ -20,7 +20,7 @@ from torch import nn
 from forebay.config import Model
 from forebay.errors import RunError, UsageError
 from forebay.train import checkpoint, hf_io, restore
-from forebay.train.checkpoint import Checkpoints
+from forebay.train.checkpoint import Checkpoints, cause_of
 from forebay.train.restore import PlainReader
 from forebay.train.tokenizer import load_tokenizer
 
@@ -368,3 +368,9 @@ def test_code_beside_a_model_or_tokenizer_is_not_run(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="holds no tokenizer"):
         load_tokenizer(str(tmp_path))
     assert not (tmp_path / "mark").exists()
+
+
+def test_causes_that_go_round_end() -> None:
+    first, second = ValueError("first"), RuntimeError("second")
+    first.__context__, second.__context__ = second, first
+    assert cause_of(first) is first

@@ -47,7 +47,15 @@ Case = tuple[dict[str, Any], int, Any]  # [model], parallel.ep, and the parts of
 def config_of(model: dict[str, Any], ep: int, pp: int = 1) -> Any:
     model = {"attention": "eager", **model}  # gpt_oss has no other
     train = {"batch": 8, "microbatch": 1}
-    return from_mapping({"model": model, "train": train, "parallel": {"ep": ep, "pp": pp}, "device": {"type": "cpu"}})
+    parallel = {"ep": ep, "pp": pp, "reshard": True, "overlap": False, "capacity_factor": 0.0}
+    sections = {
+        "model": model,
+        "train": train,
+        "parallel": parallel,
+        "memory": {"graph": False},
+        "device": {"type": "cpu"},
+    }
+    return from_mapping(sections)
 
 
 def digests(model: Any) -> dict[str, str]:

@@ -491,8 +491,10 @@ def cause_of(error: BaseException) -> BaseException:
     if isinstance(error, CheckpointException) and error.failures:
         error = next(iter(error.failures.values()))[0]
     inner: BaseException | None = error
-    while inner is not None:
+    seen: set[int] = set()  # contexts may go round: one that is raised again while its own consequence is handled
+    while inner is not None and id(inner) not in seen:
         if isinstance(inner, OSError):
             return inner
+        seen.add(id(inner))
         inner = inner.__cause__ or inner.__context__
     return error

@@ -32,7 +32,7 @@ _BESIDE = "memory.graph = true tries it"
 
 @dataclass(frozen=True)
 class Facts:
-    """What a configuration does not say.
+    """Facts about a run that its configuration does not hold.
 
     Attributes:
         gpu: whether the processes compute on GPUs.
@@ -77,7 +77,7 @@ class FastPath:
 
     @property
     def line(self) -> str:
-        """What is said before the first step; "" if there was nothing to choose."""
+        """The line that a run prints before its first step; "" if there was nothing to choose."""
         if self.config.parallel.ep * self.config.parallel.pp == 1:
             return ""
         by_host = self.obstacle or next((x.why for x in self.choices if x.key == GRAPH and not x.value), "")

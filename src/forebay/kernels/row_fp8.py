@@ -66,8 +66,8 @@ def from_e4m3(number, scale):
 
 @triton.jit
 def _places(blocks, row_groups, width, row_bytes, GROUPS: tl.constexpr):
-    """Of this program's groups in its row: offsets of the elements [GROUPS, 32] in the rows, and in the compressed rows; which of
-    them exist; offsets of the scales [GROUPS], and which of those exist."""
+    """Offsets of this program's elements [GROUPS, 32] in the rows and in the compressed rows, and whether each exists; offsets of
+    its scales [GROUPS], and whether each exists."""
     row = tl.program_id(0) // blocks  # one division a program: those of each group would take longer than the loads
     block = tl.program_id(0) - row * blocks
     groups = block.to(tl.int64) * GROUPS + tl.arange(0, GROUPS)

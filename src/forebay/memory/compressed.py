@@ -20,7 +20,7 @@ def holds_rows(tensor: torch.Tensor) -> bool:
     """
     if tensor.dtype is not torch.bfloat16 or tensor.dim() < 2 or tensor.untyped_storage().nbytes() % 2:
         return False
-    if 0 in tensor.stride() or (tensor.dim() == 4 and (tensor.size(1) == 1 or tensor.size(2) == tensor.size(3))):
+    if tensor.dim() == 4 and (0 in tensor.stride() or tensor.size(1) == 1 or tensor.size(2) == tensor.size(3)):
         return False
     return any(size >= GROUP and stride == 1 for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
 

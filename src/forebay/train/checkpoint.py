@@ -61,7 +61,7 @@ class SavedCheckpoint:
 
 @dataclass(frozen=True)
 class _Snapshot:
-    """What a checkpoint holds.
+    """The content of a checkpoint.
 
     Attributes:
         tensors: by part and name; on the host if `is_copy`, else those that training changes.
@@ -368,7 +368,7 @@ class Checkpoints:
             _discard(old)
 
     def _expired(self, others: Mapping[str, float]) -> list[str]:
-        """Of checkpoints older than the newest, and when each was written, oldest first: those that need not stay."""
+        """The checkpoints that need not stay, of those older than the newest, given with their times, oldest first."""
         spared: list[float] = []
         expired = []
         for name in list(others)[: -(self.keep - 1) or None]:

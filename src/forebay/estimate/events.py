@@ -222,7 +222,3 @@ def _by_position(positions: Mapping[int, int]) -> dict[int, list[int]]:
 
 def _read_unfused(log: Log) -> set[int]:
     return {n for entry in log if isinstance(entry, Op) and not entry.fused for n in entry.reads}
-
-
-def _last_reads(log: Sequence[Op | Freed | Mark]) -> dict[int, int]:
-    return {n: at for at, entry in enumerate(log) if isinstance(entry, Op) for n in entry.reads}

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from datetime import timedelta
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -23,6 +24,8 @@ from forebay.errors import ForebayError, PeerLost, RunError, UsageError, first_l
 from forebay.train.world import ALONE, World
 
 T = TypeVar("T")
+_ALL_FAILED = "forebay/all-failed"
+_ASKING = 2.0  # seconds
 
 
 def rank_and_size() -> tuple[int, int]:
@@ -225,13 +228,22 @@ class Mesh:
         return call() if self.size == 1 else on_main(call)
 
     def first_to_fail(self) -> bool:
-        """Whether this is the first process that calls this: the one that reports why the run failed. Does not wait."""
+        """Whether this is the first process that calls this: the one that reports why the run failed.
+
+        Process 0 waits up to `_ASKING` seconds for the others to ask too: it may hold the store, which ends with it.
+        """
         if self.size == 1:
             return True
         if self.store is None:
             return self.world.is_main
         try:
-            return self.store.add("forebay/failed", 1) == 1
+            before = self.store.add("forebay/failed", 1) - 1
+            if before == self.size - 1:
+                self.store.set(_ALL_FAILED, "")
+            elif self.world.is_main:
+                with suppress(RuntimeError):  # some go on, hang or died
+                    self.store.wait([_ALL_FAILED], timedelta(seconds=_ASKING))
+            return before == 0
         except RuntimeError:  # DistStoreError too: the process that held the store is gone, and cannot report anything
             return True
 

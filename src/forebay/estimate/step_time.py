@@ -179,9 +179,9 @@ def dispatch_wait(config: Config) -> float:
     parallel = config.parallel
     if parallel.ep == 1:
         return 0.0
-    if parallel.dispatch == "nccl" or (parallel.dispatch == "auto" and parallel.ep > 8):
-        return _SYNCHRONIZED["nccl"]
-    return 0.0 if config.step.capacity_factor else _SYNCHRONIZED["symmetric"]
+    if parallel.dispatch == "symmetric" or (parallel.dispatch == "auto" and parallel.ep <= 8):
+        return 0.0 if config.step.capacity_factor else _SYNCHRONIZED["symmetric"]
+    return _SYNCHRONIZED["nccl"]
 
 
 @dataclass(frozen=True)

@@ -199,32 +199,6 @@ def test_the_host_waits_once_a_layer() -> None:
         assert len(found) == 1, found
 
 
-def held_by_collectives(rank: int, world: int) -> list[int]:
-    """Live handles of graphs that were dropped, while someone holds the tensors that every collective was given."""
-    dispatcher, held, original = NcclDispatcher(dist.group.WORLD, E), [], dist.all_to_all_single
-
-    def holding(out: Tensor, given: Tensor, *splits: Any, **more: Any) -> Any:
-        held.append((out, given))
-        return original(out, given, *splits, **more)
-
-    given = inputs(rank, 7, "random", 0)
-    dist.all_to_all_single = holding
-    alive = []
-    for combined in (False, True):
-        sent = dispatch(given["x"].requires_grad_(), given["ids"], given["w"].requires_grad_(), dispatcher)
-        y = combine(sent.rows, sent.handle) if combined else None
-        alive.append(dispatcher.live_handles)
-        del sent, y
-        alive.append(dispatcher.live_handles)
-    return [*alive, len(held)]
-
-
-def test_a_collective_that_outlives_its_call_holds_no_graph() -> None:
-    """gloo's thread drops a collective's tensors some time after the host has waited for it: on a busy machine they led to
-    graphs that were dropped."""
-    assert run_ranks(held_by_collectives, 2) == [[1, 0, 1, 0, 7]] * 2
-
-
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 WITH_RESULTS = ["forward, backward", "full checkpoint, early stop", "selective, saving dispatch"]
 WITHOUT = ["no_grad", "exception between"]
@@ -389,13 +363,13 @@ def test_backends_by_name(backends: None) -> None:
         ({"hidden": 36}, "NcclDispatcher"),  # nor rows of odd bytes
     ],
 )
-def test_auto_is_symmetric_where_peers_are_reachable(
+def test_auto_is_symmetric_wherepeers_are_reachable(
     backends: None, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any], wanted: str
 ) -> None:
     monkeypatch.setattr(choose, "topology_of", lambda group: Topology((0, 0)))
-    monkeypatch.setattr(choose, "_peers_are_reachable", lambda group: True)
+    monkeypatch.setattr(choose, "peers_are_reachable", lambda group: True)
     assert type(make("auto", **more)).__name__ == wanted
-    monkeypatch.setattr(choose, "_peers_are_reachable", lambda group: False)
+    monkeypatch.setattr(choose, "peers_are_reachable", lambda group: False)
     assert isinstance(make("auto", **more), NcclDispatcher)
 
 
@@ -403,7 +377,7 @@ def test_auto_is_symmetric_where_peers_are_reachable(
 def test_a_capacity_below_an_even_load_and_an_unknown_name_are_refused_first(
     backends: None, monkeypatch: pytest.MonkeyPatch, size: int | None
 ) -> None:
-    monkeypatch.setattr(choose, "_peers_are_reachable", lambda group: pytest.fail("ranks were asked"))
+    monkeypatch.setattr(choose, "peers_are_reachable", lambda group: pytest.fail("ranks were asked"))
     for backend in BACKENDS:
         for factor in (0.99, 0.0, -1.0, float("nan")):
             with pytest.raises(ValueError, match="capacity_factor must be at least 1"):
@@ -418,7 +392,7 @@ def reachable(rank: int, world: int) -> dict[str, bool]:
     """The decision of all ranks, told of other machines than this one. Objects travel over the real group, which is gloo."""
     group = dist.group.WORLD
     assert group is not None
-    found = {"no GPU": torch.cuda.is_available() or choose._peers_are_reachable(group)}
+    found = {"no GPU": torch.cuda.is_available() or choose.peers_are_reachable(group)}
     # The rank's device, which pairs can read each other, the rank's host, the group's backends.
     cases: dict[str, tuple[int, Any, str, str]] = {
         "peers": (rank, lambda own, other: True, "a", "cuda:nccl"),
@@ -435,7 +409,7 @@ def reachable(rank: int, world: int) -> dict[str, bool]:
             patch.setattr(torch.cuda, "can_device_access_peer", can_access)
             patch.setattr(dist, "get_backend_config", lambda group, backends=backends: backends)
             patch.setattr(choose.os, "uname", lambda host=host: SimpleNamespace(nodename=host))
-            found[name] = choose._peers_are_reachable(group)
+            found[name] = choose.peers_are_reachable(group)
     return found
 
 

@@ -218,7 +218,7 @@ def test_auto_chooses_by_the_nodes_of_a_group(sizes: list[int], auto: str, refus
 def test_deepep_is_for_hosts_of_eight(
     topology: Topology, dtype: torch.dtype, wanted: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(choose, "_peers_are_reachable", lambda group: False)
+    monkeypatch.setattr(choose, "peers_are_reachable", lambda group: False)
     monkeypatch.setattr(choose, "topology_of", lambda group: topology)
     monkeypatch.setattr(dist, "get_backend_config", lambda group: "cuda:nccl")
     backend, why, found = choose._choose(SimpleNamespace(), 64, dtype)  # type: ignore[arg-type]

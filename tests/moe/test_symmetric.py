@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from forebay.kernels.symm_mem import PeerLayout, PeerMemory
+from forebay.kernels.symm_mem import LATE, PeerLayout, PeerMemory
 from forebay.moe.dispatch import NcclDispatcher, combine, dispatch
 from forebay.moe.symmetric import SymmetricDispatcher
 from tests.moe.layers import CASES, E, H, K, equal, group, inputs, layer
@@ -119,6 +119,9 @@ def over_capacity(rank: int, world: int, folder: str) -> list[str]:
             messages.append("")
         except (RuntimeError, ValueError) as error:
             messages.append(str(error))
+    dispatcher._open().state[LATE] = 1
+    dispatcher.clear_lost()
+    dispatcher.check()  # or it would raise
     dispatcher.close()
     return messages
 
@@ -358,6 +361,10 @@ def late(rank: int, world: int) -> list[str]:
             ask()
         except RuntimeError as error:
             messages.append(str(error))
+    if rank == 0:
+        dispatch(made["x"], made["ids"], made["w"], dispatcher)
+        dispatcher.clear_lost()
+        dispatcher.check()  # or it would raise
     dist.barrier()
     return messages
 

@@ -10,7 +10,6 @@ from unittest.mock import MagicMock
 import pytest
 import torch
 
-from forebay.train import cuda_graph
 from forebay.train.cuda_graph import CudaGraphStep, StepState
 from forebay.train.engines import GradientEngine
 
@@ -127,18 +126,17 @@ def test_called_thrice_then_captured_then_replayed(pretence: Pretence) -> None:
     assert pretence.graphs == 1
 
 
-def test_a_first_replay_that_does_not_end_is_ended_and_its_step_called(
-    pretence: Pretence, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(cuda_graph, "_ENDS", 0.05)
+def test_a_first_replay_that_does_not_end_is_ended_and_its_step_called(pretence: Pretence) -> None:
     flags = MagicMock(open=lambda: setattr(pretence, "ends", True))
-    engine = Engine(pretence, flags=[flags])
+    calls_at_forgetting: list[int] = []
+    engine = Engine(pretence, flags=[flags], ends=0.05, forget=lambda: calls_at_forgetting.append(len(engine.calls)))
     for _ in range(3):
         engine.run(3, 5)
     pretence.ends = False
     engine.run(3, 5)
     assert pretence.ends
     assert len(engine.calls) == 5  # the capture, and the call in its place
+    assert calls_at_forgetting == [4], "what the replay noted elsewhere is gone before the call"
     assert engine.step.eager_reason is not None and "did not end" in engine.step.eager_reason
     engine.run(3, 5)
     assert len(engine.calls) == 6 and not engine.step.is_captured

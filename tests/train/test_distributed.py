@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from forebay.cli import main
 from forebay.config import Config, check_world, from_mapping
-from forebay.errors import Preempted, ReportedElsewhere, RunError, UsageError
+from forebay.errors import Preempted, ReportedElsewhere, RunError, UsageError, exit_code_of
 from forebay.train.distributed import ALONE, Mesh, World
 from forebay.train.loop import train
 from forebay.train.trainer import Trainer
@@ -256,12 +256,14 @@ def test_others_that_never_come(tiny: Callable[..., Config], monkeypatch: pytest
 def test_no_place_to_meet(
     port: str | None, message: str, tiny: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A port in use is a usage error, with exit code 2, as a wrong one is: nothing ran, and the same command fails again."""
     for name, value in {"MASTER_ADDR": "localhost", "RANK": "0", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("MASTER_PORT", raising=False)
     with socket.create_server(("localhost", 0)) as taken:
         if port is not None:
             monkeypatch.setenv("MASTER_PORT", port or str(taken.getsockname()[1]))
-        with pytest.raises(UsageError, match=message):
+        with pytest.raises(UsageError, match=message) as caught:
             Mesh.open(tiny(parallel={"timeout": 1}), World(0, 2, 0))
+    assert exit_code_of(caught.value) == 2
     assert not dist.is_initialized()

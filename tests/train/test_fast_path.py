@@ -2,11 +2,13 @@
 
 import io
 import json
+import os
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -17,8 +19,11 @@ from forebay.estimate.device import load
 from forebay.estimate.layers import fast_path_of as planned_path
 from forebay.estimate.layers import plan_layers
 from forebay.estimate.plan import fit_run
+from forebay.moe.backends import Topology
 from forebay.train import engines, fast_path
+from forebay.train.distributed import Mesh
 from forebay.train.loop import train
+from forebay.train.parallel import ShardedAdamW
 from forebay.train.trainer import Trainer
 from tests.ranks import run_ranks
 from tests.train.common import MODEL, WIDE, config, differing, state_of, write_text
@@ -31,8 +36,7 @@ def opened(folder: Path | str, device: str, **changes: dict[str, Any]) -> Config
     """A run whose fast path is open."""
     return config(
         folder,
-        MODEL,
-        model={"dtype": "float32", "compute": "bfloat16"},
+        model={"config": MODEL, "dtype": "float32", "compute": "bfloat16", **changes.get("model", {})},
         train={"batch": 8, "microbatch": 1, "steps": 2},
         memory={"graph": "auto", **changes.get("memory", {})},
         parallel={**OPEN, **changes.get("parallel", {})},
@@ -40,8 +44,17 @@ def opened(folder: Path | str, device: str, **changes: dict[str, Any]) -> Config
     )
 
 
+MORE: list[dict[str, Any]] = [
+    {},
+    {"memory": {"graph": False}},
+    {"memory": {"policy": "offload"}},
+    {"model": {"config": {**MODEL, "hidden_size": 20}}},  # 40 bytes a row, which symmetric memory does not take
+    {"model": {"config": {**MODEL, "attention_dropout": 0.1}}},  # test_cuda_graph_gpu and test_engines_gpu capture it
+]
+
+
 @pytest.mark.parametrize("reaches", [True, False])
-@pytest.mark.parametrize("more", [{}, {"memory": {"graph": False}}, {"memory": {"policy": "offload"}}], ids=str)
+@pytest.mark.parametrize("more", MORE, ids=str)
 @pytest.mark.parametrize("parallel", [{}, {"ep": 2}, {"pp": 2}, {"ep": 2, "dispatch": "nccl"}, {"ep": 4}], ids=str)
 def test_plans_and_runs_choose_the_same(
     tmp_path: Path,
@@ -50,21 +63,41 @@ def test_plans_and_runs_choose_the_same(
     more: dict[str, dict[str, Any]],
     reaches: bool,
 ) -> None:
-    """On GPUs that plans assume; others answer for themselves."""
+    """Where processes are as near as plans assume."""
     asked = opened(tmp_path, "cuda", **more, parallel=parallel)
     world = asked.processes
-    monkeypatch.setattr(fast_path, "symmetric_reaches", lambda *_: reaches)
-    monkeypatch.setattr(fast_path, "processes_of_node", lambda: world)
+    monkeypatch.setattr(fast_path, "peers_are_reachable", lambda _: reaches)
+    monkeypatch.setattr(fast_path, "topology_of", lambda _: Topology((0,) * world))
     mesh: Any = SimpleNamespace(
         device=torch.device("cuda"), size=world, ep=asked.parallel.ep, pp=asked.parallel.pp,
         expert_group="group" if asked.parallel.ep > 1 else None, all=lambda answer: answer,
     )  # fmt: skip
     found, planned = fast_path.fast_path_of(asked, mesh), planned_path(asked, world)
-    if reaches or asked.parallel.ep == 1 or asked.parallel.dispatch == "nccl" or "offload" in asked.memory.placements:
+    if reaches or not planned.is_fast or asked.parallel.ep == 1 or asked.parallel.dispatch == "nccl":
         assert found.config == planned.config
         assert found == planned or not reaches
     else:
-        assert planned.is_fast and not found.is_fast and "read each other's memory" in found.line
+        assert not found.is_fast and "read each other's memory" in found.line
+    if parallel == {"ep": 2} and reaches:
+        assert planned.is_fast == ("20" not in str(more) and "offload" not in str(more))
+        assert "multiple of 16 bytes" in planned.line or "20" not in str(more)
+
+
+def path_of_a_pipeline(rank: int, world: int, folder: str, agent: str) -> str:
+    """The line of a run whose processes were started by several agents of torchrun, or by no torchrun at all."""
+    os.environ.pop("LOCAL_WORLD_SIZE", None)
+    if agent:
+        os.environ["GROUP_RANK"] = str(rank)
+    mesh: Any = SimpleNamespace(device=torch.device("cuda"), size=world, ep=1, pp=2, expert_group=None)
+    return fast_path.fast_path_of(opened(folder, "cuda", parallel={"pp": 2}), mesh).line
+
+
+@pytest.mark.parametrize(
+    ("agents", "line"), [("", "fast path"), ("two", "host-launched: pipelines ran in a graph on one node")]
+)
+def test_a_node_is_known_without_its_number_of_processes(tmp_path: Path, agents: str, line: str) -> None:
+    for said in run_ranks(path_of_a_pipeline, 2, str(tmp_path), agents):
+        assert said.startswith(line)
 
 
 def test_a_plan_is_that_of_the_flags_by_hand(tmp_path: Path) -> None:
@@ -123,10 +156,15 @@ def test_a_capture_that_fails_leaves_no_trace(tmp_path: Path, monkeypatch: pytes
     )
 
 
+def captures(patch: pytest.MonkeyPatch) -> Pretence:
+    """Steps are captured on this CPU. A capture computes the step, so its first replay has its results."""
+    patch.setattr(engines, "captures", lambda config, mesh: config.step.graph)
+    return Pretence(patch)
+
+
 def fails(patch: pytest.MonkeyPatch) -> None:
     """Captures are tried on this CPU, and fail at their end."""
-    pretence = Pretence(patch)
-    patch.setattr(engines, "captures", lambda config, mesh: config.step.graph)
+    pretence = captures(patch)
 
     @contextmanager
     def graph(captured: Any, **more: Any) -> Any:
@@ -135,3 +173,95 @@ def fails(patch: pytest.MonkeyPatch) -> None:
         raise RuntimeError("a stream was asked for its state")
 
     patch.setattr(torch.cuda, "graph", graph)
+
+
+def overlapped(folder: str, **memory: Any) -> Config:
+    return config(
+        folder,
+        {**WIDE, "num_hidden_layers": 2, "attention_dropout": 0.1},
+        train={"batch": 8, "microbatch": 2, "steps": 6, "eval_every": 1, "eval_batches": 1},
+        data={"validation": 0.2},
+        optimizer={"fused": False},
+        memory=memory,
+        parallel={"overlap": True, "reshard": False},
+    )
+
+
+def rehearsed_without_memory(optimizer: ShardedAdamW, rehearse: Any = ShardedAdamW.rehearse) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "empty_like", MagicMock(side_effect=torch.OutOfMemoryError("full")))
+        rehearse(optimizer)
+
+
+def lacking_room(rank: int, world: int, folder: str) -> tuple[list[str], list[bool], bool, list[Any]]:
+    """Differing tensors, after which steps there is a graph, whether figures agree, and what each run says of its graph."""
+    states, figures, statuses, held = [], [], [], []
+    for graph in (False, True):
+        with pytest.MonkeyPatch.context() as patch:
+            if graph:
+                captures(patch)
+            if rank == world - 1:
+                patch.setattr(ShardedAdamW, "rehearse", rehearsed_without_memory)
+            settings = overlapped(folder, graph=graph)
+            with Mesh.open(settings) as mesh, Trainer(settings, mesh) as trainer:
+                records = []
+                for number in range(1, 7):
+                    records.append(trainer.step(number))
+                    held.append(trainer.cuda_graph is not None and trainer.cuda_graph.has_graph)
+                states.append(state_of(trainer))
+                statuses.append(trainer.graph_status)
+        figures.append([(r.cross_entropy_loss, r.load_balance_loss, r.gradient_norm) for r in records])
+    return differing(*states), held, figures[0] == figures[1], statuses
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_an_update_without_room_beside_the_graph_gets_its_memory(tmp_path: Path, world: int) -> None:
+    """Before anything is updated, and all processes give their graphs up for the lack of one."""
+    for differ, held, agree, (_, status) in run_ranks(lacking_room, world, write_text(tmp_path)):
+        assert not differ and agree
+        assert not any(held)
+        assert status is not None and "launched by the host: the optimizer's update has no room" in status
+
+
+def test_a_rehearsed_update_allocates_no_more(tmp_path: Path) -> None:
+    """On a CPU it shows the sizes: the roots of all second moments of a group."""
+    with Trainer(overlapped(write_text(tmp_path))) as trainer:
+        trainer.optimizer.rehearse()  # there are no moments yet
+        trainer.step(1)
+        parts = trainer.gradients(2)
+        sizes: list[torch.Size] = []
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(torch, "empty_like", lambda t: sizes.append(t.shape))
+            trainer.optimizer.rehearse()
+        assert len(parts) == 2 and sizes == [
+            p.shape for group in trainer.optimizer.param_groups for p in group["params"]
+        ]
+
+
+def evaluated(folder: str, free: int | None, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[bool], str | None]:
+    """State, losses and graphs after each step and evaluation; `free` bytes beside a graph that takes 100, None without."""
+    with monkeypatch.context() as patch:
+        if free is not None:
+            captures(patch)
+            patch.setattr(torch.cuda, "max_memory_allocated", lambda _: 100)
+            patch.setattr(torch.cuda, "mem_get_info", lambda _: (free, 200))
+        with Trainer(overlapped(folder, graph=free is not None)) as trainer:
+            losses, held = [], []
+            for number in range(1, 5 if free == 100 else 7):
+                losses.append(trainer.step(number).cross_entropy_loss)
+                losses.append(trainer.evaluate())
+                held.append(trainer.cuda_graph is not None and trainer.cuda_graph.has_graph)
+            return (state_of(trainer), losses), held, trainer.graph_status
+
+
+def test_an_evaluation_without_room_beside_the_graph_gets_its_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = write_text(tmp_path)
+    (state, losses), _, _ = evaluated(folder, None, monkeypatch)
+    (freed, freed_losses), held, _ = evaluated(folder, 99, monkeypatch)
+    assert freed_losses == losses and not differing(state, freed)
+    assert not any(held)
+    (_, kept_losses), held, status = evaluated(folder, 100, monkeypatch)
+    assert kept_losses == losses[:8] and held == [False] * 3 + [True]
+    assert status == "forwards and backwards of a step are one CUDA graph"

@@ -20,7 +20,7 @@ from forebay.train.distributed import Mesh
 from forebay.train.durable import LOCK, FolderLock, holder
 from forebay.train.engines import plan_of
 from forebay.train.loop import train
-from forebay.train.run_folder import claim_start, watch_step, where_to_resume, write_result, write_timeline
+from forebay.train.run_folder import RESULT, claim_start, watch_step, where_to_resume, write_result, write_timeline
 from forebay.train.trainer import Trainer
 from tests.ranks import run_ranks
 from tests.train.common import WIDE, config, local, metrics, quiet, write_text
@@ -94,6 +94,27 @@ def test_auto_starts_or_resumes_and_passes_over_damage(tiny: Callable[..., Confi
     assert "step-00000003 is damaged" in out.getvalue() and "resumed after step 2" in out.getvalue()
     again = metrics(folder)
     assert [r["cross_entropy_loss"] for r in again] == [r["cross_entropy_loss"] for r in whole]
+
+
+def test_auto_starts_again_where_a_run_was_stopped_before_its_first_checkpoint(
+    tiny: Callable[..., Config], tmp_path: Path
+) -> None:
+    config = tiny(train={"steps": 2}, checkpoint={"last": False})
+    for name in ("run", "run-2"):
+        assert train(config, quiet(), resume="auto").name == name, "the one before came to its end"
+    (tmp_path / "run-2" / RESULT).unlink()  # as a run that was killed
+    assert train(config, quiet(), resume="auto").name == "run-2"
+    assert [line["step"] for line in metrics(tmp_path / "run-2")] == [1, 2]
+    (tmp_path / "run-2" / RESULT).unlink()
+    assert train(tiny(train={"steps": 1}), quiet(), resume="auto").name == "run-3", (
+        "another configuration is another run"
+    )
+
+
+def test_a_stopped_run_is_not_written_over_without_auto(tiny: Callable[..., Config], tmp_path: Path) -> None:
+    config = tiny(train={"steps": 1}, checkpoint={"last": False})
+    (train(config, quiet()) / RESULT).unlink()
+    assert train(config, quiet()).name == "run-2"
 
 
 def test_what_a_killed_run_left_is_taken_again(tiny: Callable[..., Config], tmp_path: Path) -> None:

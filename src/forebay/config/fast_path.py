@@ -40,12 +40,14 @@ class Facts:
         family: model type in transformers.
         reaches: whether the GPUs of each expert group read each other's memory, by the symmetric dispatcher's kernels; of a
             pipeline alone, whether all processes are on one node.
+        takes_rows: whether these kernels take rows of the model's width.
     """
 
     gpu: bool
     processes: int
     family: str
     reaches: bool
+    takes_rows: bool = True
 
 
 @dataclass(frozen=True)
@@ -185,6 +187,8 @@ def _mesh_obstacles(c: Config, facts: Facts) -> Iterator[str]:
         yield f"more than 2 pipeline ranks ran in a graph with parallel.schedule = 'dualpipev' only; {_BESIDE}"
     if p.ep > 1 and p.dispatch not in ("auto", "symmetric", "nccl"):
         yield f"parallel.dispatch = {p.dispatch!r} asks the device for sizes"
+    if p.ep > 1 and p.dispatch == "auto" and not facts.takes_rows:
+        yield "symmetric memory takes rows of a multiple of 16 bytes, which the model's hidden size is not"
     if p.ep > 1 and p.dispatch == "auto" and not facts.reaches:
         yield "the GPUs of an expert group do not read each other's memory"
     if p.pp > 1 and not facts.reaches:

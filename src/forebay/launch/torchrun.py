@@ -5,7 +5,7 @@ schedulers decide by the exit code whether to start a job again. It also kills p
 SIGTERM. This one passes SIGTERM and SIGUSR1 on to its processes and waits until they end by themselves. It ends with the
 exit code of the process that failed first, or 128 + n if signal n ended that process. A process that SIGTERM or SIGUSR1 ended
 had nothing to save yet: then the code is that of `Preempted`. Where the other agents are not found or get lost, it ends with
-the code of `PeerLost`.
+the code of `PeerLost`, and where the port to meet at is in use, of `UsageError`.
 """
 
 import os
@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 
-from forebay.errors import PeerLost, Preempted, first_line
+from forebay.errors import ForebayError, PeerLost, Preempted, UsageError, first_line
 
 _FORWARDED = (signal.SIGTERM, signal.SIGUSR1)
 _TORCHRUNS = "--signals-to-handle=SIGINT,SIGHUP,SIGQUIT"  # torchrun would replace the handlers of any others
@@ -38,8 +38,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         run.run(options)
     except (RendezvousError, DistError) as error:
-        print(f"forebay: {_unmet(options, error)}", file=sys.stderr, flush=True)
-        return PeerLost.exit_code
+        found = _unmet(options, error)
+        print(f"forebay: {found}", file=sys.stderr, flush=True)
+        return found.exit_code
     except ChildFailedError as error:
         code = error.get_first_failure()[1].exitcode
         if -code in _FORWARDED:
@@ -48,13 +49,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _unmet(options: Namespace, error: Exception) -> str:
+def _unmet(options: Namespace, error: Exception) -> ForebayError:
     """Why this agent is without the others, and what to do."""
     at = options.rdzv_endpoint or f"{options.master_addr}:{options.master_port}"
     why = first_line(error.__cause__ or error)
     if "EADDRINUSE" in why:
-        return f"another process of this machine listens at {at}; choose another port with --master-port or --rdzv-endpoint"
-    return (
+        return UsageError(
+            f"another process of this machine listens at {at}; choose another port with --master-port or --rdzv-endpoint"
+        )
+    return PeerLost(
         f"this agent did not find the others at {at}, or lost them ({why}): one agent runs on that host, all {options.nnodes} "
         "have the same host, port and --rdzv-id, and no firewall is between them; start all again with the same command, and "
         "a run with --resume auto goes on"

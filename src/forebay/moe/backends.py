@@ -111,13 +111,13 @@ def make_dispatcher(
 
 def _choose(group: dist.ProcessGroup, hidden: int, dtype: torch.dtype) -> tuple[str, str, Topology | None]:
     """The backend that "auto" is for a group, why, and the group's topology if that was asked for. Collective."""
-    if symmetric_reaches(group, hidden, dtype):
+    if symmetric_takes(hidden, dtype) and peers_are_reachable(group):
         return "symmetric", "its GPUs read each other's memory", None
     topology = topology_of(group)
     if topology.count == 1:
         why = (
             "its ranks cannot read each other's memory"
-            if _fits(hidden, dtype)
+            if symmetric_takes(hidden, dtype)
             else f"symmetric takes no rows of {hidden} in {dtype}"
         )
         return "nccl", f"one node, {why}", topology
@@ -129,16 +129,12 @@ def _choose(group: dist.ProcessGroup, hidden: int, dtype: torch.dtype) -> tuple[
     return "hierarchical", str(topology), topology
 
 
-def symmetric_reaches(group: dist.ProcessGroup, hidden: int, dtype: torch.dtype) -> bool:
-    """Whether "auto" is "symmetric": its kernels take rows of this width, and the ranks read each other's memory. Collective."""
-    return _fits(hidden, dtype) and _peers_are_reachable(group)
-
-
-def _fits(hidden: int, dtype: torch.dtype) -> bool:
+def symmetric_takes(hidden: int, dtype: torch.dtype) -> bool:
+    """Whether the kernels of "symmetric" take rows of this width."""
     return dtype in DTYPES and hidden * dtype.itemsize % 16 == 0
 
 
-def _peers_are_reachable(group: dist.ProcessGroup) -> bool:
+def peers_are_reachable(group: dist.ProcessGroup) -> bool:
     """Whether each rank has its own GPU of one host and can read the memory of the others. Collective."""
     if not torch.cuda.is_available() or "cuda:nccl" not in dist.get_backend_config(group):
         return False

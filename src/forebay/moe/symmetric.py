@@ -204,8 +204,10 @@ class SymmetricDispatcher(TokenDispatcher):
         return (self._needs().amax(0, keepdim=True) - self.capacity_slots).clamp_(min=0)
 
     def clear_lost(self) -> None:
+        """Also forgets that a rank was late: nothing waits for it until then (`forebay.kernels.symm_mem`)."""
         self._most_exact = 0
         self._needs().zero_()
+        self._open().state[LATE] = 0
 
     def suggested_factor(self) -> float | None:
         """RuntimeError if a rank was late."""

@@ -3,9 +3,9 @@
 Input: the part of a step between gathering parameters and reducing gradients, as a function of the microbatches and of the
 number of targets. Output: its results and the gradients it leaves, bitwise those of calling it. The first steps are called,
 until compilers, planners and stores have warmed up; the next one is captured, and later ones copy their inputs and launch the
-graph. Another input shape or page store size makes a new graph. If a capture fails on any process, or the first replay does
-not end, all processes call every step from then on. `CudaGraphStep` owns the stream of the step, the graph, its inputs and
-the gradients that it writes.
+graph. Another input shape or page store size makes a new graph. If a capture fails on any process, the first replay does
+not end, or the owner gives the graph up, all processes call every step from then on. `CudaGraphStep` owns the stream of the
+step, the graph, its inputs and the gradients that it writes.
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ from torch import Tensor
 from forebay.kernels.flags import Flags
 from forebay.managed import Managed
 from forebay.models.router import RouterStats
+from forebay.moe.dispatch import TokenDispatcher
 from forebay.train.distributed import Mesh
 from forebay.train.unsharded_step import UnshardedStep
 
 Microbatches = Sequence[tuple[Tensor, Tensor]]
 Body = Callable[[Microbatches, Tensor], tuple[Tensor, ...]]
-# Seconds within which the first replay of a graph has to end. A process that waits for another one that long gives up as well.
-_ENDS = 300.0
+# Seconds within which the first replay of a graph has to end, and its share of the time that processes wait for each other: one
+# whose replay ended waits in a collective until the others have waited for theirs, and once more that long to make it end.
+_ENDS, _ENDS_SHARE = 300.0, 0.4
 # Steps before the capture: the first sizes page stores, the second uses memory of that size, the third is warm.
 _CALLS = 3
 _REPLAYS = 2  # replays of a timed graph before its times are read: the first one uploads the graph
@@ -64,6 +66,9 @@ class CudaGraphStep:
         timed_graphs: number of graphs to time, one after the other; the same on all processes.
         plan_again: called after the replays of each timed graph, before the next capture, to plan by the measured times.
         flags: by which streams of the graph wait for each other.
+        ends: seconds within which the first replay has to end. A process that waits for another one that long gives up as well.
+        forget: called after a first replay that did not end by itself, on all processes, before its step is called: clears what
+            it noted elsewhere.
 
     Attributes:
         eager_reason: why all steps are called; None while they are to be captured.
@@ -84,12 +89,15 @@ class CudaGraphStep:
         timed_graphs: int = 0,
         plan_again: Callable[[], None] = lambda: None,
         flags: Sequence[Flags] = (),
+        ends: float = _ENDS,
+        forget: Callable[[], None] = lambda: None,
     ):
         self.eager_reason: str | None = None
         self.peak_bytes = self.result_bytes = 0
         self._body, self._states, self._device, self._version = body, list(states), device, version
         self._all_agree, self._ready, self._around, self._flags = all_agree, ready, around, flags
         self._timed_graphs, self._plan_again = timed_graphs, plan_again  # graphs still to be timed
+        self._ends, self._forget = ends, forget
         self._replays = 0  # of a timed graph
         # Autograd remembers the stream on which a parameter's gradient is accumulated: it is this one from the first step on.
         self._stream = torch.cuda.Stream(device)
@@ -153,13 +161,18 @@ class CudaGraphStep:
         assert self._graph is not None
         self._graph.replay()
         if is_first_replay and not self._all_agree(self._replay_ends()):
-            self.eager_reason = f"its first replay did not end within {_ENDS:.0f} s"
-            self.release()
+            self.give_up(f"its first replay did not end within {self._ends:.0f} s")
+            self._forget()
             return self._body(microbatches, self._count)
         self._replays += self._timed_graphs > 0
         for state, left in zip(self._states, self._left, strict=True):
             state.put(left)
         return tuple(t.clone() for t in self._outputs)  # the next replay overwrites the outputs
+
+    def has_room_beside(self) -> bool:
+        """Whether as much memory is free beside the graph as the captured step takes. Empties the allocator's cache."""
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info(self._device)[0] >= self.peak_bytes
 
     def release(self) -> None:
         """Free the graph and its memory; call it on all processes together. The next step is captured again."""
@@ -171,6 +184,11 @@ class CudaGraphStep:
             flags.begin()  # their words are in the graph's memory
         _clear_workspaces()  # see `_capture`
         torch.cuda.empty_cache()
+
+    def give_up(self, reason: str) -> None:
+        """Free the graph and its memory for good: the steps from now on are called. All processes do it in the same step."""
+        self.eager_reason = reason
+        self.release()
 
     def _release_outdated(self, signature: Any) -> None:
         """Release a graph of other inputs, and one whose times were measured."""
@@ -216,8 +234,7 @@ class CudaGraphStep:
         for state, taken in zip(self._states, before, strict=True):
             state.put(taken)
         if not self._all_agree(reason is None):
-            self.eager_reason = reason or "another process could not capture it"
-            self.release()
+            self.give_up(reason or "another process could not capture it")
             return False
         self._graph, self._signature = graph, signature
         return True
@@ -241,7 +258,7 @@ class CudaGraphStep:
         """
         end = torch.cuda.Event()
         end.record(self._stream)
-        deadline = time.monotonic() + _ENDS
+        deadline = time.monotonic() + self._ends
         while not end.query():
             if time.monotonic() > deadline:
                 self._force_end(end)
@@ -250,7 +267,7 @@ class CudaGraphStep:
         return True
 
     def _force_end(self, end: torch.cuda.Event) -> None:
-        deadline = time.monotonic() + _ENDS
+        deadline = time.monotonic() + self._ends
         while not end.query():
             if time.monotonic() > deadline:
                 raise RuntimeError(
@@ -269,12 +286,16 @@ def cuda_graph_step(
     memory: Managed,
     mesh: Mesh,
     flags: Flags | None,
+    timeout: float,
+    dispatcher: TokenDispatcher | None,
     timed: bool = False,
 ) -> CudaGraphStep:
     """A CUDA graph step for an engine whose `body` leaves gradients and the routers' counts.
 
     Args:
         flags: of the engine's own streams.
+        timeout: seconds that processes wait for each other in a collective.
+        dispatcher: of the body; None if it dispatches nothing.
         timed: whether `memory` plans by the times of steps on any process.
     """
     unsharded.keep_weights()
@@ -293,6 +314,9 @@ def cuda_graph_step(
         timed_graphs=_TIMED if timed else 0,
         plan_again=memory.manager.plan_again,
         flags=[memory.manager.store.lanes.flags, *([flags] if flags is not None else [])],
+        ends=min(_ENDS, _ENDS_SHARE * timeout),
+        # A process whose graph did not go on was late for the others.
+        forget=dispatcher.clear_lost if dispatcher is not None else lambda: None,
     )
 
 

@@ -22,6 +22,7 @@ from forebay.errors import UsageError
 from forebay.managed import Managed
 from forebay.models.families import keep_part
 from forebay.models.router import RouterStats, balance_loss
+from forebay.moe.dispatch import TokenDispatcher
 from forebay.pipeline.model import CutLayer, CutModel, Microbatch
 from forebay.pipeline.p2p import DistLinks, Links, confirmed_by, neighbors
 from forebay.pipeline.partition import Partition
@@ -141,10 +142,18 @@ class OverlappedGradients(GradientEngine):
     Args:
         memory: manager of the model, with all regions kept.
         balance: coefficient of the load-balancing loss.
+        dispatcher: token dispatcher of the experts; None for a dense model.
     """
 
     def __init__(
-        self, model: Any, memory: Managed, config: Config, mesh: Mesh, router: RouterStats | None, balance: float
+        self,
+        model: Any,
+        memory: Managed,
+        config: Config,
+        mesh: Mesh,
+        router: RouterStats | None,
+        balance: float,
+        dispatcher: TokenDispatcher | None,
     ):
         cut = CutModel(model, memory)
         super().__init__(model, cut, config, mesh, router)
@@ -155,7 +164,9 @@ class OverlappedGradients(GradientEngine):
             cut.layers, cut.prologue, cut.epilogue, mesh.device, routers=routers, weights=self._deferred.store
         )
         if captures(config, mesh):
-            self.cuda_graph = cuda_graph_step(self._run, self._unsharded, router, memory, mesh, self._step.flags)
+            self.cuda_graph = cuda_graph_step(
+                self._run, self._unsharded, router, memory, mesh, self._step.flags, config.parallel.timeout, dispatcher
+            )
 
     def _set_parts(self, parts: int) -> None:
         self._parts = parts
@@ -207,6 +218,7 @@ class PipelinedGradients(GradientEngine):
 
     Args:
         balance: coefficient of the load-balancing loss.
+        dispatcher: token dispatcher of the experts; None for a dense model.
         plan, partition: actions of a step, and layers by stage.
         experts: of a MoE layer, over all processes; 0 for a dense model.
 
@@ -222,6 +234,7 @@ class PipelinedGradients(GradientEngine):
         mesh: Mesh,
         router: RouterStats | None,
         balance: float,
+        dispatcher: TokenDispatcher | None,
         plan: PipelinePlan,
         partition: Partition,
         experts: int,
@@ -242,7 +255,9 @@ class PipelinedGradients(GradientEngine):
             policy = config.memory.policy
             offloads = "offload" in (policy.values() if isinstance(policy, Mapping) else (policy,))
             flags = self._runtime.context.flags
-            self.cuda_graph = cuda_graph_step(self._run, self._unsharded, router, memory, mesh, flags, timed=offloads)
+            self.cuda_graph = cuda_graph_step(
+                self._run, self._unsharded, router, memory, mesh, flags, config.parallel.timeout, dispatcher, offloads
+            )
 
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[tuple[Tensor, Tensor]]) -> Tensor:

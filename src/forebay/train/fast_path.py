@@ -1,13 +1,18 @@
-"""The facts of a run's processes that its fast path depends on; see `forebay.config.fast_path`."""
+"""The fast path of a run and of its plan: one decision, of facts that a run finds and a plan assumes.
+
+Input: a `Config`, and where its processes are. Output: the `FastPath` that `forebay.config.fast_path` chooses.
+"""
+
+from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 
 from forebay.config import Config, Facts, FastPath, is_open, resolve
-from forebay.moe.backends import symmetric_reaches
+from forebay.moe.backends import peers_are_reachable, symmetric_takes, topology_of
 from forebay.train import hf_io
 from forebay.train.distributed import Mesh
 from forebay.train.tokenizer import load_tokenizer
-from forebay.train.world import processes_of_node
 
 
 def fast_path_of(config: Config, mesh: Mesh) -> FastPath:
@@ -16,11 +21,30 @@ def fast_path_of(config: Config, mesh: Mesh) -> FastPath:
     Raises:
         UsageError: the model's configuration is wrong.
     """
-    gpu = mesh.device.type == "cuda"
-    if not (gpu and is_open(config) and mesh.ep * mesh.pp > 1):
-        return resolve(config, Facts(gpu, mesh.size, "", False))
-    declared = hf_io.configuration(config.model, load_tokenizer(config.data.tokenizer).vocabulary)
-    dtype = getattr(torch, config.model.compute or config.model.dtype)
-    group, hidden = mesh.expert_group, declared.get_text_config().hidden_size
-    reaches = processes_of_node() >= mesh.size if group is None else symmetric_reaches(group, hidden, dtype)
-    return resolve(config, Facts(gpu, mesh.size, str(declared.model_type), mesh.all(reaches)))
+
+    def are_near() -> bool:
+        if mesh.expert_group is None:
+            return topology_of(dist.group.WORLD).count == 1  # type: ignore[arg-type]
+        return mesh.all(peers_are_reachable(mesh.expert_group))
+
+    return choose_path(config, mesh.device.type == "cuda", mesh.size, are_near)
+
+
+def choose_path(config: Config, gpu: bool, processes: int, are_near: Callable[[], bool]) -> FastPath:
+    """Give the keys that are "auto" their values.
+
+    Args:
+        gpu: whether the processes compute on GPUs.
+        are_near: whether the GPUs of each expert group read each other's memory; without expert groups, whether all processes
+            are on one node. Called, by all processes, if that decides.
+
+    Raises:
+        UsageError: the model's configuration is wrong.
+    """
+    p, m = config.parallel, config.model
+    if not (gpu and is_open(config) and p.ep * p.pp > 1):
+        return resolve(config, Facts(gpu, processes, "", False))
+    declared = hf_io.configuration(m, load_tokenizer(config.data.tokenizer).vocabulary)
+    hidden = declared.get_text_config().hidden_size
+    takes_rows = p.ep == 1 or symmetric_takes(hidden, getattr(torch, m.compute or m.dtype))
+    return resolve(config, Facts(gpu, processes, str(declared.model_type), takes_rows and are_near(), takes_rows))

@@ -60,7 +60,7 @@ class TensorBoard:
             raise UsageError(
                 "log.tensorboard = true needs the package tensorboard: pip install 'forebay[tensorboard]'"
             ) from error
-        self._events: Any = SummaryWriter(str(folder), purge_step=after + 1 if after else None)
+        self._events: Any = SummaryWriter(str(folder), purge_step=after + 1)
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         for name, value in values.items():

@@ -50,7 +50,7 @@ from forebay.train.loggers import Logger, open_loggers
 from forebay.train.metrics import Reporter, SilentReporter, StepRecord, Summary, summary_tables, usable_bytes
 from forebay.train.pipeline_profile import PipelineProfile, profile_ranks
 from forebay.train.remote import RemoteFolder, open_checked
-from forebay.train.run_folder import PROFILE, RESULT, Start, claim_start, unwritable, write_result
+from forebay.train.run_folder import PROFILE, RESULT, RUN, Start, claim_start, unwritable, write_result
 from forebay.train.stop import StopRequest, TimeLimit
 from forebay.train.tokenizer import load_tokenizer
 from forebay.train.trainer import Trainer
@@ -500,7 +500,7 @@ class _TrainingRun:
         about = {"config": self.config.to_dict(), "versions": versions, "machine": run_folder.machine(self.mesh)}
         try:
             (self.start.folder / RESULT).unlink(missing_ok=True)  # of the same run, when it had fewer steps
-            replace_text(self.start.folder / "run.json", json.dumps(about, indent=2))
+            replace_text(self.start.folder / RUN, json.dumps(about, indent=2))
         except OSError as error:
             raise unwritable(self.start.folder, error) from error
 

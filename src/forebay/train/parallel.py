@@ -237,6 +237,21 @@ class ShardedAdamW(torch.optim.AdamW):
     The states are DTensors like their parameters, so that checkpoints know their whole shape.
     """
 
+    def rehearse(self) -> None:
+        """Allocate and free what `step` allocates, so that it finds the same blocks in the allocator's cache.
+
+        An update that runs out of memory halfway has changed moments and not the weights, and cannot be repeated. A fused one
+        allocates nothing; another one has the roots of a group's second moments at once.
+
+        Raises:
+            torch.OutOfMemoryError: nothing was changed.
+        """
+        for group in self.param_groups:
+            if not group["fused"]:
+                states = [self.state[p] for p in group["params"] if p.grad is not None]
+                roots = [torch.empty_like(local(state["exp_avg_sq"])) for state in states if state]
+                del roots
+
     def _init_group(self, group: dict[str, Any], *lists: list[torch.Tensor]) -> bool:
         complex_found = super()._init_group(group, *lists)  # type: ignore[misc]  # not in the stubs
         for tensors in lists:

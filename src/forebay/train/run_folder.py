@@ -1,11 +1,11 @@
 """The folder of a run: which one it takes, and the files that it writes there for its report (`forebay report RUN`).
 
 Input: a `Config` and what to resume. Output: a `Start`. A run never writes into the folder of another run: it takes the first of
-NAME, NAME-2, NAME-3, ... that holds none, and a `FolderLock` keeps out a second run that starts at the same time. The files
-about a `Trainer` are ``result.json``, what each pipeline rank held and where its saved bytes waited; ``profile.json`` (with
-`log.profile`), what a forward pass saves; ``pipeline.json`` and ``pipeline.png`` (with `log.timeline`), what each pipeline
-rank ran in one step. They describe the first process of each stage, whose shards are the largest. All processes call
-`watch_step`, `held_by_rank` and `profile_forward`; the main one writes. Nothing is kept.
+NAME, NAME-2, NAME-3, ... that holds none (or, with "auto", that it was stopped in), and a `FolderLock` keeps out a second run
+that starts at the same time. The files about a `Trainer` are ``result.json``, what each pipeline rank held and where its saved
+bytes waited; ``profile.json`` (with `log.profile`), what a forward pass saves; ``pipeline.json`` and ``pipeline.png`` (with
+`log.timeline`), what each pipeline rank ran in one step. They describe the first process of each stage, whose shards are the
+largest. All processes call `watch_step`, `held_by_rank` and `profile_forward`; the main one writes. Nothing is kept.
 """
 
 import json
@@ -31,7 +31,7 @@ from forebay.train.remote import RemoteFolder
 from forebay.train.trainer import Trainer
 
 T = TypeVar("T")
-RESULT, PROFILE = "result.json", "profile.json"
+RUN, RESULT, PROFILE = "run.json", "result.json", "profile.json"
 AUTO = "auto"
 
 
@@ -59,8 +59,8 @@ def claim_start(config: Config, resume: str | None, lock: FolderLock, remote: Re
 
     Args:
         config: a new run takes the first free and unlocked one of `log.folder` = NAME, NAME-2, NAME-3, ...
-        resume: None starts a new run. "auto" resumes the newest of those that have a checkpoint, and starts if there is none.
-            Else see `where_to_resume`.
+        resume: None starts a new run. "auto" resumes the newest of those that have a checkpoint. If there is none it starts, in
+            the folder of the last run if that has this configuration and did not come to its end. Else see `where_to_resume`.
         remote: with "" and "auto", its newest checkpoint is downloaded if there is none here that was written later.
 
     Raises:
@@ -102,8 +102,11 @@ def _found(config: Config, resume: str | None, may_be_remote: bool) -> Start | N
 def _claim_free(config: Config, resume: str | None, lock: FolderLock) -> Start:
     """The first free folder of `log.folder`, locked."""
     if resume == AUTO:  # do not start beside a run that has no checkpoint yet: it is this one, in another job
-        for folder in takewhile(Path.is_dir, _numbered(config)):
+        begun = list(takewhile(Path.is_dir, _numbered(config)))
+        for folder in begun:
             _lock_to_resume(Start(folder), lock)
+            if folder == begun[-1] and _was_stopped(folder, config):
+                return Start(folder)
             lock.release()
     for folder in filter(_is_free, _numbered(config)):
         start = Start(folder)
@@ -176,6 +179,15 @@ def _lock(start: Start, lock: FolderLock) -> bool:
         return lock.take(start.folder)
     except OSError as error:
         raise unwritable(start.folder, error) from error
+
+
+def _was_stopped(folder: Path, config: Config) -> bool:
+    """Whether a run with this configuration began in the folder and was stopped."""
+    try:
+        begun = json.loads((folder / RUN).read_text(encoding="utf-8"))["config"]
+    except (OSError, ValueError, KeyError):
+        return False
+    return begun == json.loads(json.dumps(config.to_dict())) and not (folder / RESULT).exists()
 
 
 def _is_free(folder: Path) -> bool:

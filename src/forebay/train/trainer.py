@@ -120,6 +120,7 @@ class Trainer:
             eager=self.engine.eager if self.engine is not None else nullcontext,
             on_resize=self.cuda_graph.release if self.cuda_graph is not None else lambda: None,
         )
+        self._freed_graph = False  # for an evaluation
         self._health = HealthRecorder(mesh, self._router, config.log.health, self.cuda_graph is not None)
         if mesh.rank:
             seed_all(config.train.seed + mesh.rank)  # weights are the same on all processes, dropout is not
@@ -155,7 +156,7 @@ class Trainer:
         return experts
 
     def _build_engine(self, experts: int) -> OverlappedGradients | PipelinedGradients | None:
-        given = self.model, self.memory, self.config, self.mesh, self._router, self._balance
+        given = self.model, self.memory, self.config, self.mesh, self._router, self._balance, self.dispatcher
         try:
             if self._stages is not None:
                 return PipelinedGradients(*given, *self._stages, experts)
@@ -198,7 +199,8 @@ class Trainer:
             return "there is no CUDA device to capture steps on" if self.config.step.graph else None
         if graph.eager_reason is not None:
             return f"steps cannot be captured and are launched by the host: {graph.eager_reason}"
-        return "forwards and backwards of a step are one CUDA graph" if graph.is_captured else None
+        freed = ", whose memory evaluations need: it is captured again after each" if self._freed_graph else ""
+        return f"forwards and backwards of a step are one CUDA graph{freed}" if graph.is_captured else None
 
     def step(self, number: int) -> StepRecord:
         """Train on the batch of step `number`, from 1.
@@ -224,6 +226,7 @@ class Trainer:
                 raise
         losses = self.mesh.sum(torch.stack(parts))
         norm = parallel.clip_gradients(self._parameters, self.config.train.clip, self.mesh)
+        lacks_room = self._lacks_room_for_update()
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         routing = self._health.routing()
@@ -236,7 +239,7 @@ class Trainer:
                 f"step {number}: the loss is {loss} and the gradient norm {size}, which is not finite; "
                 "lower optimizer.lr or lengthen schedule.warmup, and go on from an earlier checkpoint with --resume"
             )
-        seconds, peaks, reserved, health = self._measure(started, held, routing)
+        seconds, peaks, reserved, health = self._measure(started, held, routing, lacks_room)
         return StepRecord(
             step=number,
             seconds=seconds,
@@ -261,10 +264,36 @@ class Trainer:
         self.memory.manager.take_peak()
         return allocator_bytes(self.device, "allocated", "current")
 
+    def _lacks_room_for_update(self) -> bool:
+        """Whether the CUDA graph left too little memory for the optimizer's update, which gets the graph's then."""
+        graph = self.cuda_graph
+        if graph is None or not graph.has_graph:
+            return False
+        try:
+            self.optimizer.rehearse()
+        except torch.OutOfMemoryError:
+            graph.release()  # here alone: the others do so before the next step
+            return True
+        return False
+
+    def _make_room_for_evaluation(self) -> None:
+        """Free the CUDA graph if any process may lack the memory of an evaluation beside it; the next step is captured again.
+
+        An evaluation takes no more than a captured step. It cannot be tried out: a process that runs out of memory in the middle
+        leaves the others waiting in a collective.
+        """
+        graph = self.cuda_graph
+        if graph is not None and graph.has_graph and not self.mesh.all(graph.has_room_beside()):
+            graph.release()
+            self._freed_graph = True
+
     def _measure(
-        self, started: float, held: int, routing: tuple[Tensor, Tensor] | None
+        self, started: float, held: int, routing: tuple[Tensor, Tensor] | None, lacks_room: bool
     ) -> tuple[float, tuple[int, ...], tuple[int, ...], StepHealth | None]:
-        """Seconds of the slowest process; by pipeline rank, the largest peak of allocated and of reserved bytes; the health."""
+        """Seconds of the slowest process; by pipeline rank, the largest peak of allocated and of reserved bytes; the health.
+
+        If the update of any process lacked memory beside the CUDA graph, all give the graph up.
+        """
         own_seconds = time.perf_counter() - started
         graph = self.cuda_graph
         # The allocator does not see a replay: its memory comes on top of what is held between steps.
@@ -272,7 +301,11 @@ class Trainer:
         peak = max(peak_bytes(self.device), self.memory.manager.take_peak(), held + replayed)
         reserved, own_rank = reserved_bytes(self.device), self.mesh.pp_rank
         own = [figure * (rank == own_rank) for rank in range(self.mesh.pp) for figure in (peak, reserved)]
-        seconds, *figures = self.mesh.max(own_seconds, *own)
+        seconds, any_lacks_room, *figures = self.mesh.max(own_seconds, lacks_room, *own)
+        if any_lacks_room and graph is not None:
+            graph.give_up(
+                "the optimizer's update has no room beside their graph; with optimizer.fused = true it needs none"
+            )
         health = self._health.finish(own_seconds, peak, routing)
         return seconds, tuple(map(int, figures[::2])), tuple(map(int, figures[1::2])), health
 
@@ -331,6 +364,7 @@ class Trainer:
         """
         if self._held_out is None:
             raise UsageError("there is no validation data; set train.eval_every and data.validation")
+        self._make_room_for_evaluation()
         total, count = 0.0, 0
         self.model.eval()
         try:

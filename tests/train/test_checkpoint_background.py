@@ -15,15 +15,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from forebay.cli import main
-from forebay.config import Config
-from forebay.errors import Interrupted, Preempted, RunError
+from forebay.errors import Interrupted, Preempted
 from forebay.train import checkpoint, restore, staging
 from forebay.train.checkpoint import Checkpoints, SavedCheckpoint
 from forebay.train.distributed import ALONE, Mesh
-from forebay.train.loop import train
 from forebay.train.trainer import Trainer
 from tests.ranks import run_ranks, start, start_ranks
-from tests.train.common import config, differing, quiet, state_of, to_toml, train_command, write_text
+from tests.train.common import config, differing, state_of, to_toml, train_command, write_text
 
 
 class Gate:
@@ -108,17 +106,6 @@ def test_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert [path.name for path in store.all()] == ["step-00000001"]
 
 
-def test_retention_by_count_and_by_age(tmp_path: Path) -> None:
-    """Nine checkpoints, each written an hour after the one before."""
-    store = Checkpoints(tmp_path, 2, 2.5)
-    for step in range(1, 10):
-        store.start(step, *pair(), {}, background=True)
-        saved = store.wait()
-        assert saved is not None
-        os.utime(saved.path / "manifest.json", (3600 * step, 3600 * step))
-    assert [p.name for p in store.all()] == [f"step-{step:08d}" for step in (1, 4, 7, 8, 9)]
-
-
 def test_without_room_for_a_copy_training_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(staging, "available_bytes", lambda: 20)
     store = Checkpoints(tmp_path)
@@ -168,27 +155,6 @@ def test_available_memory_is_the_containers(tmp_path: Path) -> None:
 
 def full_disk(file: Path) -> str:
     raise OSError(errno.ENOSPC, "No space left on device")
-
-
-def test_a_failed_save_ends_the_run_and_leaves_the_checkpoint_before_it(
-    tiny: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    start_save = Checkpoints.start
-
-    def third_fails(self: Checkpoints, step: int, *arguments: Any, **options: Any) -> bool:
-        if step == 6:
-            monkeypatch.setattr(checkpoint, "digest_of", full_disk)
-        return start_save(self, step, *arguments, **options)
-
-    monkeypatch.setattr(Checkpoints, "start", third_fails)
-    settings = tiny(train={"steps": 100}, checkpoint={"every": 2})
-    with pytest.raises(RunError, match=r"step-00000006 could not be written: No space left .*/step-00000004 is intact"):
-        train(settings, quiet())
-    newest = restore.find(Path(settings.log.folder))
-    monkeypatch.undo()
-    assert newest.name == "step-00000004"
-    restore.verify(newest)
-    assert sorted(p.name for p in newest.parent.iterdir()) == ["latest", "step-00000002", "step-00000004"]
 
 
 def run_on_a_full_disk(command: list[str]) -> int:

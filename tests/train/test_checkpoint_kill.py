@@ -20,6 +20,7 @@ from forebay.errors import PeerLost, UsageError
 from forebay.train import loop, restore
 from forebay.train.checkpoint import Checkpoints
 from forebay.train.heartbeat import Heartbeat
+from tests.products import cover
 from tests.ranks import Started, start, start_ranks
 from tests.train.common import config, metrics, to_toml, train_command, write_text
 
@@ -156,8 +157,7 @@ def run_or_die(command: list[str], victim: int, moment: str) -> int:
     return main(command)
 
 
-@pytest.mark.parametrize("victim", [0, 1])
-@pytest.mark.parametrize("moment", list(MOMENTS))
+@pytest.mark.parametrize(("moment", "victim"), cover(list(MOMENTS), [0, 1]))
 def test_killed_while_starting(tmp_path: Path, moment: str, victim: int) -> None:
     settings = config(write_text(tmp_path), parallel={"ep": 2, "timeout": (timeout := 5)})
     (tmp_path / "c.toml").write_text(to_toml(settings))

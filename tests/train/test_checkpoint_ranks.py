@@ -1,4 +1,4 @@
-"""Checkpoints of several processes: export, failures of one rank, random numbers. test_matrix.py resumes on other meshes."""
+"""Checkpoints of several processes: replicas, failures of one rank, random numbers. test_matrix.py resumes on other meshes."""
 
 import json
 import random
@@ -8,44 +8,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from forebay.errors import RunError
 from forebay.train import checkpoint, restore
 from forebay.train.checkpoint import Checkpoints
 from forebay.train.distributed import ALONE, Mesh
-from forebay.train.loop import export
 from forebay.train.trainer import Trainer
 from tests.ranks import run_ranks
-from tests.train.common import WIDE, config, digest, digests, union, write_text
+from tests.train.common import WIDE, config, digests, write_text
 
 
 def layers_of(folder: str, layers: int, **parallel: Any) -> Any:
     """A model whose first layer is dense, so that a pipeline rank may have no experts."""
     sizes = {**WIDE, "mlp_only_layers": [0], "num_hidden_layers": layers}
     return config(folder, sizes, train={"batch": 8, "microbatch": 1}, parallel=parallel)
-
-
-def saved(rank: int, world: int, folder: str, **parallel: Any) -> tuple[dict[str, str], str]:
-    """Digests of this process's parameters after a step, and the checkpoint."""
-    settings = layers_of(folder, 4, **parallel)
-    with Mesh.open(settings, ALONE if world == 1 else None) as mesh, Trainer(settings, mesh) as trainer:
-        trainer.step(1)
-        about = {"config": settings.to_dict()}
-        path = Checkpoints(Path(folder) / "checkpoints").save(1, trainer.model, trainer.optimizer, about)
-        return {name: digest(parameter) for name, parameter in trainer.model.named_parameters()}, str(path)
-
-
-def saved_by_a_pipeline(rank: int, world: int, folder: str) -> tuple[dict[str, str], str]:
-    return saved(rank, world, folder, pp=2, ep=2)
-
-
-def test_a_pipelines_checkpoint_is_a_whole_model_for_transformers(tmp_path: Path) -> None:
-    ranks = run_ranks(saved_by_a_pipeline, 4, write_text(tmp_path))
-    path = Path(ranks[0][1])
-    assert export(path, tmp_path / "exported") == path
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "exported")
-    assert {n: digest(p) for n, p in model.named_parameters()} == union(found for found, _ in ranks)
 
 
 def with_and_without_replicas(rank: int, world: int, folder: str) -> list[Any]:
@@ -92,8 +68,10 @@ def refusing(rank: int, world: int, folder: str, path: str) -> list[str]:
 
 def test_another_model_is_named_by_every_pipeline_rank(tmp_path: Path) -> None:
     """Only some ranks hold the layer, or none does."""
-    _, path = saved(0, 1, write_text(tmp_path))
-    results = run_ranks(refusing, 4, str(tmp_path), path)
+    settings = layers_of(write_text(tmp_path), 4)
+    with Mesh.open(settings, ALONE) as mesh, Trainer(settings, mesh) as trainer:
+        path = Checkpoints(tmp_path / "checkpoints").save(1, trainer.model, trainer.optimizer, {})
+    results = run_ranks(refusing, 4, str(tmp_path), str(path))
     assert all(message == results[0] for message in results)
     more, fewer = results[0]
     assert "another model: it has no model.layers.4." in more

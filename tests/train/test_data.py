@@ -59,19 +59,6 @@ def test_the_order_never_changes() -> None:
     assert [source_of(i, (6000, 3000, 1000))[0] for i in range(10)] == [0, 1, 0, 1, 0, 0, 2, 0, 1, 0]
 
 
-def test_targets_are_the_next_tokens() -> None:
-    inputs, targets, positions = batches_of(101, sequence=10, batch=3)(0)
-    assert inputs.shape == targets.shape == (3, 10) and inputs.dtype == torch.int64 and positions is None
-    assert torch.equal(targets, inputs + 1)
-
-
-def test_an_epoch_is_every_window_once_and_epochs_differ() -> None:
-    batches = batches_of(401, sequence=10, batch=4)
-    epochs = [[int(row[0]) for n in range(10) for row in batches(10 * e + n).inputs] for e in (0, 1)]
-    assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(0, 400, 10))
-    assert epochs[0] != epochs[1]
-
-
 def test_batches_depend_on_position_and_seed_alone() -> None:
     fresh, used = batches_of(401, 10, 4), batches_of(401, 10, 4)
     for number in range(5):
@@ -152,18 +139,6 @@ def test_shares_are_the_weights_and_each_window_comes_in_its_turn(weights: list[
 def test_a_weight_that_is_too_small() -> None:
     with pytest.raises(UsageError, match=r"a weight of 1e-05, 1\.0e-05 of all; the smallest share is 0\.0001, or 0"):
         shares_of([1.0, 1e-5])
-
-
-def test_documents_are_apart() -> None:
-    """By hand: documents of 3, 4 and 5 tokens, windows of 6 tokens at 0 and at 6."""
-    windows = windows_of(Numbers(13, ends=(3, 7, 12)), 6)
-    inputs, targets, positions = Batches([windows], [WHOLE], 2, 0, apart=True)(0)
-    by_start = {int(row[0]): n for n, row in enumerate(inputs)}
-    assert positions is not None
-    assert positions[by_start[0]].tolist() == [0, 1, 2, 0, 1, 2]
-    assert targets[by_start[0]].tolist() == [1, 2, IGNORE, 4, 5, 6]
-    assert positions[by_start[6]].tolist() == [0, 0, 1, 2, 3, 4]
-    assert targets[by_start[6]].tolist() == [IGNORE, 8, 9, 10, 11, IGNORE]
 
 
 @settings(max_examples=40, deadline=None)

@@ -82,48 +82,51 @@ def test_losses_do_not_depend_on_it(tiny: Callable[..., Config]) -> None:
     assert found[0] == found[1]
 
 
-def slow_one(rank: int, world: int, folder: str, where: str) -> list[Any]:
-    """The records of three steps, in which process 1 sleeps: before its gradients, as if it read data, or at their end."""
+def slow_one(rank: int, world: int, folder: str) -> list[Any]:
+    """The records of steps in which process 1 sleeps: before its gradients, as if it read data, or at their end."""
     settings = config(folder, train={"batch": 8, "microbatch": 1}, log={"health": 1})
-    with Mesh.open(settings) as mesh, Trainer(settings, mesh) as trainer:
-        meet, turn = trainer._health.meet, count(where == "data")
+    found = []
+    for where in ("data", "gradients"):
+        with Mesh.open(settings) as mesh, Trainer(settings, mesh) as trainer:
+            meet, turn = trainer._health.meet, count(where == "data")
 
-        def slow() -> None:
-            if next(turn) % 2 and rank == 1:
-                time.sleep(0.5)
-            meet()
+            def slow(meet: Any = meet, turn: Any = turn) -> None:
+                if next(turn) % 2 and rank == 1:
+                    time.sleep(0.5)
+                meet()
 
-        trainer._health.meet = slow  # type: ignore[method-assign]
-        healths = [trainer.step(n).health for n in (1, 2, 3)]
-    assert all(h is not None for h in healths)
-    return [(h.slowest, h.load, h.layers, len(h.busy_seconds), h.line()) for h in healths if h is not None]
+            trainer._health.meet = slow  # type: ignore[method-assign]
+            healths = [trainer.step(n).health for n in (1, 2, 3)]
+        assert all(h is not None for h in healths)
+        found += [(h.slowest, h.load, h.layers, len(h.busy_seconds), h.line()) for h in healths[1:] if h is not None]
+    return found
 
 
-@pytest.mark.parametrize("where", ["data", "gradients"])
-def test_the_slow_process_is_named(tmp_path: Path, where: str) -> None:
-    by_rank = run_ranks(slow_one, 2, write_text(tmp_path), where)
-    assert all(found == by_rank[0] for found in by_rank)
-    for (number, behind), load, layers, processes, line in by_rank[0][1:]:
+def test_the_slow_process_is_named(tmp_path: Path) -> None:
+    by_rank = run_ranks(slow_one, 2, write_text(tmp_path))
+    assert all(found == by_rank[0] for found in by_rank) and len(by_rank[0]) == 4
+    for (number, behind), load, layers, processes, line in by_rank[0]:
         assert number == 1 and behind > 0.1 and f"slowest-process {number} (" in line
         assert layers == (0, 1) and all(sum(of) == 8 * 16 * 2 for of in load) and processes == len(by_rank)
 
 
-def shared(rank: int, world: int, folder: str, parallel: dict[str, Any]) -> Any:
-    settings = config(folder, train={"batch": 8, "microbatch": 1}, log={"health": 2}, parallel=parallel)
-    with Mesh.open(settings) as mesh, Trainer(settings, mesh) as trainer:
-        assert trainer.step(1).health is None
-        health = trainer.step(2).health
-    assert health is not None
-    return health.layers, health.load, [round(e, 4) for e in health.entropy]
+def shared(rank: int, world: int, folder: str, meshes: list[dict[str, Any]]) -> list[Any]:
+    found = []
+    for parallel in meshes:
+        settings = config(folder, train={"batch": 8, "microbatch": 1}, log={"health": 2}, parallel=parallel)
+        with Mesh.open(settings) as mesh, Trainer(settings, mesh) as trainer:
+            assert trainer.step(1).health is None
+            health = trainer.step(2).health
+        assert health is not None
+        found.append((health.layers, health.load, [round(e, 4) for e in health.entropy]))
+    return found
 
 
-@pytest.mark.parametrize("parallel", [{"ep": 2}, {"pp": 2, "schedule": "1f1b"}, {"replicate": 2}])
-def test_experts_of_all_processes_and_stages(tmp_path: Path, parallel: dict[str, Any]) -> None:
+def test_experts_of_all_processes_and_stages(tmp_path: Path) -> None:
     """The same figures as on one process, on every process."""
-    folder = write_text(tmp_path)
-    (alone,) = run_ranks(shared, 1, folder, {})
-    for found in run_ranks(shared, 2, folder, parallel):
-        assert found == alone
+    folder, meshes = write_text(tmp_path), [{"ep": 2}, {"pp": 2, "schedule": "1f1b"}, {"replicate": 2}]
+    ((alone,),) = run_ranks(shared, 1, folder, [{}])
+    assert run_ranks(shared, 2, folder, meshes) == [[alone] * 3] * 2
 
 
 def test_a_file_that_node_exporter_does_not_read() -> None:

@@ -15,7 +15,7 @@ from forebay.config import Config, Model
 from forebay.errors import ForebayError, RunError, UsageError
 from forebay.models.catalog import PUBLISHED
 from forebay.train import hf_io
-from tests.train.common import CPU, DEEPSEEK
+from tests.train.common import CPU
 
 IDS = torch.arange(12).reshape(2, 6)
 
@@ -45,18 +45,6 @@ def test_round_trip_gives_the_same_logits(tmp_path: Path, family: str) -> None:
         assert torch.equal(theirs(IDS).logits, expected)
         assert torch.equal(ours(IDS).logits, expected)
     assert theirs.config.use_cache and not ours.config.use_cache
-
-
-def test_bfloat16(folder: Path) -> None:
-    model = hf_io.build(Model(path=str(folder), dtype="bfloat16"), 257, CPU)
-    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
-
-
-def test_the_routers_bias_stays_float32() -> None:
-    config = {**DEEPSEEK, "first_k_dense_replace": 0}
-    model = hf_io.build(Model(family="deepseek_v3", config=config, dtype="bfloat16"), 257, CPU)
-    biases = {n: b.dtype for n, b in model.named_buffers() if n.endswith("e_score_correction_bias")}
-    assert len(biases) == 2 and set(biases.values()) == {torch.float32}
 
 
 def test_weights_random_takes_only_the_configuration(folder: Path) -> None:

@@ -10,12 +10,6 @@ from forebay.train.tokenizer import load_tokenizer
 from tests.train.common import word_tokenizer
 
 
-def test_bytes() -> None:
-    tokenizer = load_tokenizer("bytes")
-    assert tokenizer.encode("añ".encode()).tolist() == [97, 195, 177]
-    assert (tokenizer.vocabulary, tokenizer.end, tokenizer.folder) == (257, 256, None)
-
-
 def test_hf_folder(tmp_path: Path) -> None:
     folder = word_tokenizer(tmp_path / "tokenizer", "big", "cat")
     tokenizer = load_tokenizer(str(folder))

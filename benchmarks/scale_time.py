@@ -26,6 +26,9 @@ SEQUENCE = 4096
 # Weights stay gathered for a step: gathering experts again for each microbatch crosses the network.
 GATHERED_ONCE = "parallel.reshard=false"
 KEEP, RECOMPUTE = "memory.policy=keep", "memory.policy=recompute"
+FLAT = (
+    "parallel.dispatch=nccl"  # a token crosses the network once for each process with one of its experts, not each node
+)
 DEVICE = "h200"
 
 # Sequences of a step at most, and pipeline ranks, of each model. DeepSeek-V3's is published (arXiv:2412.19437, section 4.2);
@@ -63,14 +66,12 @@ class Published:
     Attributes:
         seconds: of a step.
         run, device: the plan; a name for `profile`.
-        once: a token crosses the network once for each node, as in the hierarchical dispatcher.
     """
 
     name: str
     seconds: float
     run: Run
     device: str
-    once: bool
     source: str
 
 
@@ -82,17 +83,16 @@ _V3_SOURCE = (
 _QWEN = ("train.batch=2048", GATHERED_ONCE)
 _MEGATRON = "yanring/Megatron-MoE-ModelZoo, best_practice/Qwen3"
 PUBLISHED = (
-    Published("DeepSeek-V3, PP 16, EP 64", _DEEPSEEK, Run("deepseek-v3", 2048, 16, 64, _V3), "h800", False, _V3_SOURCE),
-    Published("the same, once a node", _DEEPSEEK, Run("deepseek-v3", 2048, 16, 64, _V3), "h800", True, _V3_SOURCE),
     Published(
-        "Qwen3-235B, PP 8, EP 32, TP 2", 17.6, Run("qwen3-235b-a22b", 256, 8, 32, _QWEN), "h100", True, _MEGATRON
+        "DeepSeek-V3, PP 16, EP 64", _DEEPSEEK, Run("deepseek-v3", 2048, 16, 64, (*_V3, FLAT)), "h800", _V3_SOURCE
     ),
+    Published("the same, once a node", _DEEPSEEK, Run("deepseek-v3", 2048, 16, 64, _V3), "h800", _V3_SOURCE),
+    Published("Qwen3-235B, PP 8, EP 32, TP 2", 17.6, Run("qwen3-235b-a22b", 256, 8, 32, _QWEN), "h100", _MEGATRON),
     Published(
         "Qwen3-235B, EP 8, FSDP, TP 2, recomputed",
         17.6,
         Run("qwen3-235b-a22b", 256, 1, 8, ("train.batch=2048", "train.microbatch=4", RECOMPUTE)),
         "h100",
-        False,
         _MEGATRON,
     ),
 )
@@ -109,25 +109,6 @@ def profile(name: str) -> DeviceProfile:
 
 def _scaled(figure: Figure, share: float) -> Figure:
     return replace(figure, value=tuple((size, rate * share) for size, rate in figure.value))
-
-
-def crossings(experts: int, chosen: int, nodes: int, limit: int = 0) -> float:
-    """Copies of a token that cross the network if it is sent to each node once, over those to each expert; even routing.
-
-    Args:
-        limit: nodes that a token's experts are on at most; 0 is no limit. DeepSeek-V3's router has 4 of 8.
-    """
-    groups = min(limit or nodes, nodes)
-    inside = experts // nodes
-    hit = 1 - math.comb((groups - 1) * inside, chosen) / math.comb(groups * inside, chosen)
-    return groups * hit / chosen
-
-
-def once_a_node(device: DeviceProfile, model: str, ep: int) -> DeviceProfile:
-    """A device whose network carries what the hierarchical dispatcher spares it."""
-    experts, chosen, limit = {"deepseek-v3": (256, 8, 4), "qwen3-235b-a22b": (128, 8, 0)}[model]
-    between = _scaled(device.figures["all_to_all_between"], 1 / crossings(experts, chosen, ep // NODE, limit))
-    return replace(device, figures={**device.figures, "all_to_all_between": between})
 
 
 def fitting(run: Run, traces: TraceCache) -> tuple[Run, Fit]:
@@ -175,8 +156,7 @@ def published(rows: Sequence[Published] = PUBLISHED) -> str:
     traces = TraceCache()
     lines = ["| run | published, s | planned, s | planned / published | GiB | source |", "|---|---|---|---|---|---|"]
     for r in rows:
-        device = once_a_node(profile(r.device), r.run.model, r.run.ep) if r.once else profile(r.device)
-        _, fit = planned(r.run, traces, device)
+        _, fit = planned(r.run, traces, profile(r.device))
         assert fit.step is not None
         seconds, size = fit.step.seconds, fit.fullest.total / GIB
         name = f"{r.name}, {r.run.gpus} {r.device.upper()}"

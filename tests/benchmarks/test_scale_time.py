@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from itertools import combinations
-
 import pytest
 
-from benchmarks.scale_time import PAGE, PUBLISHED, SWEEP, clusters, crossings, lost, profile, published, row
+from benchmarks.scale_time import PAGE, PUBLISHED, SWEEP, clusters, lost, profile, published, row
 from forebay.estimate.layers import TraceCache
 
 
@@ -37,17 +35,6 @@ def test_every_run_has_its_line() -> None:
 def test_published_seconds() -> None:
     """180K hours of 2048 GPUs for 10^12 tokens: 3.66 days, and 19.9 s for 15360 sequences of 4096 tokens."""
     assert PUBLISHED[0].seconds == pytest.approx(3.66 * 86400 * 15360 * 4096 / 1e12, rel=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("experts", "chosen", "nodes", "limit"), [(8, 2, 2, 0), (12, 3, 4, 0), (12, 3, 4, 2), (8, 2, 1, 0)]
-)
-def test_nodes_that_a_token_crosses_to(experts: int, chosen: int, nodes: int, limit: int) -> None:
-    """All choices, counted; with a limit, all are on the first nodes."""
-    inside = experts // nodes
-    choices = list(combinations(range((limit or nodes) * inside), chosen))
-    sent = sum(len({expert // inside for expert in choice}) for choice in choices)
-    assert crossings(experts, chosen, nodes, limit) == pytest.approx(sent / (chosen * len(choices)))
 
 
 def test_the_interval_is_the_best() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from forebay.estimate.step_time import (
     StageTime,
     StepOverhead,
     StepTime,
+    crossing_share,
     schedule_time,
 )
 from forebay.estimate.types import OpCost
@@ -63,6 +65,24 @@ def test_an_all_to_all_uses_the_links_within_and_between_nodes_at_once() -> None
     lopsided = device(node=8, all_to_all=1e3, all_to_all_between=1e6)
     assert Clock(lopsided, ranks=16).seconds(OpCost("all_to_all", 0, 4000)) == pytest.approx(4 * 7 / 15)
     assert Clock(device(kernel=1.0)).seconds(OpCost("all_to_all", 0, 0)) == 0
+
+
+def test_rows_that_cross_once_a_node_take_two_transfers() -> None:
+    """16 ranks, 8 a node. A rank has T tokens and receives 16 T hit(8) rows, 7 of 8 from its node in the second one."""
+    tokens, row = 1000, 10
+
+    def hit(held: int) -> float:
+        return 1 - math.comb(128 - held, 8) / math.comb(128, 8)
+
+    received = 16 * tokens * hit(8)
+    share = crossing_share(128, 8, 16, 8, "auto")
+    clock = Clock(device(node=8, all_to_all=1e3, all_to_all_between=1e2), ranks=16, crossing=share)
+    expected = tokens * hit(64) * row / 1e2 + received * 7 / 8 * row / 1e3
+    flat = OpCost("all_to_all", 0, round(received * 15 / 16 * row))
+    assert clock.seconds(flat) == pytest.approx(expected, rel=1e-4)
+    assert [
+        crossing_share(*case) for case in ((128, 8, 16, 8, "nccl"), (128, 8, 8, 8, "auto"), (0, 0, 16, 8, "auto"))
+    ] == [1] * 3
 
 
 def test_shares_of_a_kernel_time() -> None:

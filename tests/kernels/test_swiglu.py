@@ -211,6 +211,9 @@ def test_in_8_bits_h_is_what_its_rows_are_rounded_to(
     assert_equal(swiglu_backward(pages, da.clone(), weights, order, offs, glu, over_da=True, **rest), wanted)
     for act_or_gradient in wanted[:2]:
         assert (act_or_gradient[live:] == 0).all()
+    h[::2, 1::7], h[1::2, ::9] = torch.inf, -torch.inf
+    swiglu_forward(h, weights, order, offs, glu, saved=small, **rest)
+    assert torch.equal(small[:live], encode_rows(h[:live], backend="reference"))
 
 
 # Pages of 512 bytes hold 2 rows of 64 columns, 1 of 65, 64 of one pair in bf16; of 2816-byte rows a page of 8192 holds 2.

@@ -15,6 +15,7 @@ from forebay.train.hf_io import TESTED
 from forebay.train.packing import check_documents_apart, makes_masks_from_positions
 from forebay.train.trainer import Trainer
 from tests.models.conftest import build_tiny, token_ids
+from tests.train.common import MODEL
 
 BOUNDARIES = ((7,), (3, 11))  # where a document begins, by row
 
@@ -113,6 +114,20 @@ def test_a_step_and_an_evaluation(short: Callable[..., Config]) -> None:
         assert trainer.step(1).cross_entropy_loss == pytest.approx(expected, rel=1e-5)
     with Trainer(short(data={"packing": "joined"})) as trainer:
         assert trainer.step(1).cross_entropy_loss != pytest.approx(expected, rel=1e-4)
+
+
+def test_rows_in_8_bits_leave_documents_apart(short: Callable[..., Config]) -> None:
+    """Offloaded masks come back exactly: a NaN or a visible neighbor would show in the second loss."""
+    losses: dict[str, list[float]] = {}
+    for precision in ("exact", "fp8"):
+        memory = {"policy": {"*.self_attn": "offload"}, "offload": "all", "precision": precision}
+        model = {"dtype": "bfloat16", "config": {**MODEL, "moe_intermediate_size": 32}}
+        with Trainer(short(model=model, memory=memory, train={"sequence": 64})) as trainer:
+            losses[precision] = [trainer.step(n).cross_entropy_loss for n in (1, 2, 3)]
+            trained = [p.grad for p in trainer.model.parameters() if p.grad is not None]
+            assert all(bool(grad.isfinite().all()) for grad in trained)
+    exact, rounded = losses.values()
+    assert rounded[0] == exact[0] and rounded[1:] != exact[1:] and rounded == pytest.approx(exact, rel=0.01)
 
 
 @pytest.mark.parametrize("family", ["qwen3_next", "jamba"])

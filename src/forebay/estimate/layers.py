@@ -11,10 +11,10 @@ from operator import add
 from typing import TYPE_CHECKING, Any
 
 from forebay.config import Config, FastPath, check_experts, check_world
-from forebay.estimate.device import DEFAULT
+from forebay.estimate.device import DEFAULT, DeviceProfile
 from forebay.estimate.device import load as load_device
 from forebay.estimate.state import Sharing
-from forebay.estimate.step_time import Clock, Elements, KernelTime, ShardingTime, dispatch_wait
+from forebay.estimate.step_time import Clock, Elements, KernelTime, ShardingTime, crossing_share, dispatch_wait
 from forebay.estimate.trace_cache import TraceCache
 from forebay.estimate.types import GPU_BLOCK, PartTrace, Shape, StageLayers
 from forebay.pipeline.partition import (
@@ -188,7 +188,7 @@ def layer_costs(config: Config, declared: Any, sharing: Sharing, traces: TraceCa
     trace = traces.trace(config.model, declared, shape_of(config, declared, sharing))
     device = load_device(DEFAULT)
     schedule, *_, microbatches = pipeline_shape(config, sharing.batch)
-    clock, hidden = Clock(device, sharing.ep, sharing.compute == 4), schedule == "dualpipev"
+    clock, hidden = clock_of(device, config, routing_of(declared), sharing), schedule == "dualpipev"
     summed = ShardingTime(device, sharing, microbatches)
 
     def times(part: PartTrace) -> tuple[KernelTime, KernelTime]:
@@ -210,6 +210,18 @@ def layer_costs(config: Config, declared: Any, sharing: Sharing, traces: TraceCa
     first = {id(traced): number for number, traced in reversed(list(enumerate(trace.layers)))}  # of each kind
     by_kind = {kind: layer(number) for kind, number in first.items()}
     return ModelCosts(tuple(by_kind[id(t)] for t in trace.layers), end(trace.embedding), end(trace.head))
+
+
+def routing_of(declared: Any) -> tuple[int, int]:
+    """Experts of a layer, and of a token; zeros for a dense model."""
+    experts = experts_in(declared)
+    return experts, declared.get_text_config().num_experts_per_tok if experts else 0
+
+
+def clock_of(device: DeviceProfile, config: Config, routing: tuple[int, int], sharing: Sharing) -> Clock:
+    """The clock of a run whose models have `routing_of`."""
+    p = config.parallel
+    return Clock(device, p.ep, sharing.compute == 4, crossing_share(*routing, p.ep, device.node, p.dispatch))
 
 
 def shape_of(config: Config, declared: Any, sharing: Sharing, skew: float = 1.0) -> Shape:

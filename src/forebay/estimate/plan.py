@@ -19,7 +19,7 @@ from forebay.errors import UsageError, nearest
 from forebay.estimate.device import DEFAULT, DeviceProfile
 from forebay.estimate.device import load as load_device
 from forebay.estimate.fit import ALLOWANCE, ERROR, RankFit, largest_total
-from forebay.estimate.layers import SAME_HOST, LayerPlan, declared_by, fast_path_of, shape_of, sharing_of
+from forebay.estimate.layers import SAME_HOST, LayerPlan, declared_by, fast_path_of, routing_of, shape_of, sharing_of
 from forebay.estimate.placement import Choice, Option, by_kind, sentences
 from forebay.estimate.processes import forked_map
 from forebay.estimate.rank import RankEstimate, RunEstimator, StepTimer, machine_of
@@ -405,10 +405,11 @@ def _estimator(
         placements,
         hidden=shape.sequence * shape.microbatch * text.hidden_size,
         exchange=_dispatcher_bytes(c, text, shape, sharing),
+        routing=routing_of(declared),
         actions=actions,
         budget=budget,
         auto=None if auto is None else largest_total(auto),
-        machine=machine_of(device or load_device(DEFAULT), p.ep, sharing),
+        machine=machine_of(device or load_device(DEFAULT), c, routing_of(declared), sharing),
     ), notes
 
 

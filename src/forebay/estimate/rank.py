@@ -17,7 +17,7 @@ from forebay.estimate.allocator import ROLES
 from forebay.estimate.device import DeviceProfile
 from forebay.estimate.fit import RankFit, largest_total
 from forebay.estimate.fsdp import least_bytes, param_groups
-from forebay.estimate.layers import LayerPlan
+from forebay.estimate.layers import LayerPlan, clock_of
 from forebay.estimate.offloading import Link, offloaded_bytes
 from forebay.estimate.parts import Part, placed_parts
 from forebay.estimate.placement import (
@@ -80,6 +80,7 @@ class RunEstimator:
         placements: sublayer path to placement, for ranks that do not choose their own.
         hidden: elements of a microbatch's hidden states.
         exchange: bytes of the token dispatcher outside of the allocator.
+        routing: experts, and experts of a token.
         actions: by pipeline rank; None without a pipeline.
         budget: bytes a process may use; None if not given.
         auto: bytes within which placements are chosen; None to take the configuration's.
@@ -94,6 +95,7 @@ class RunEstimator:
     placements: Mapping[str, str]
     hidden: int
     exchange: int
+    routing: tuple[int, int]
     actions: Sequence[Sequence[Action]] | None
     budget: int | None
     auto: int | None
@@ -321,7 +323,8 @@ class StepTimer:
         return ShardingTime(device, self.run.sharing, self.run.plan.microbatches)
 
     def _stage(self, device: DeviceProfile, stage: StageLayers, engine: bool) -> StageTime:
-        clock, sharding = _clock(device, self.run.config.parallel.ep, self.run.sharing), self._sharding(device)
+        clock = clock_of(device, self.run.config, self.run.routing, self.run.sharing)
+        sharding = self._sharding(device)
         forward: list[KernelTime] = []
         backward: list[KernelTime] = []
         fsdp = self.run.sharing.sharded and not self.run.sharing.gathered
@@ -399,18 +402,14 @@ class StepTimer:
         return size / device.link("all_to_all", replica <= device.node, size) + device.at("kernel")
 
 
-def machine_of(device: DeviceProfile, ep: int, sharing: Sharing) -> Machine:
-    clock = _clock(device, ep, sharing)
+def machine_of(device: DeviceProfile, config: Config, routing: tuple[int, int], sharing: Sharing) -> Machine:
+    clock = clock_of(device, config, routing, sharing)
 
     def seconds(part: PartTrace) -> tuple[float, float]:
         return clock.kernel_time(part.forward_ops).alone, clock.kernel_time(part.backward_ops).alone
 
     out_rate, back_rate, *ends = _host_rates(device, sharing)
     return Machine(seconds, out_rate, back_rate, device.at("bandwidth", 1 << 30), tuple(ends))
-
-
-def _clock(device: DeviceProfile, ep: int, sharing: Sharing) -> Clock:
-    return Clock(device, ep, sharing.compute == 4)
 
 
 def _host_rates(device: DeviceProfile, sharing: Sharing) -> tuple[float, ...]:

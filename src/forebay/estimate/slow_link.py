@@ -13,7 +13,8 @@ from typing import Any
 from forebay.config import Config
 from forebay.errors import UsageError
 from forebay.estimate.device import DeviceProfile
-from forebay.estimate.layers import declared_by
+from forebay.estimate.layers import declared_by, routing_of
+from forebay.estimate.step_time import rows_between_nodes
 from forebay.estimate.trace_cache import TraceCache
 from forebay.train.parallel import experts_in
 
@@ -56,25 +57,7 @@ def _bytes_per_step(config: Config, declared: Any, world: int, per_node: int) ->
     layers = TraceCache().facts(c.model, declared).weights.layers
     moe_layers = sum(any(weight.experts for weight in layer) for layer in layers) / c.parallel.pp
     text, size = declared.get_text_config(), 2 if "bfloat16" in (c.model.compute or c.model.dtype) else 4
-    rows = rows_between_nodes(experts_in(declared), text.num_experts_per_tok, ep, per_node, c.parallel.dispatch)
+    rows = rows_between_nodes(*routing_of(declared), ep, per_node, c.parallel.dispatch)
     row = text.hidden_size * size
     tokens = c.train.batch * c.train.sequence / sharing
     return _TRANSFERS * moe_layers * tokens * rows * row, c.microbatch(sharing) * c.train.sequence * rows * row
-
-
-def rows_between_nodes(experts: int, slots: int, ep: int, per_node: int, dispatch: str = "auto") -> float:
-    """Rows of a token that leave its node, if the `slots` experts of each token are any of the `experts` alike.
-
-    With 128 experts and 8 slots on 2 nodes of 8 that is 1.00, and 3.30 with "nccl".
-    """
-
-    def hit(held: int) -> float:
-        """The probability that one of a token's experts is among those `held`."""
-        return 1 - math.comb(experts - held, slots) / math.comb(experts, slots)
-
-    nodes, uneven = divmod(ep, per_node)
-    if uneven or per_node == 1 or dispatch in ("nccl", "symmetric"):
-        # A group may begin in the middle of a node, and then few of its processes share a node: with 6 a node, 2 of a group of 4.
-        elsewhere = ep - (per_node if not uneven else max(1, math.gcd(ep, per_node)))
-        return elsewhere * hit(experts // ep)
-    return (nodes - 1) * hit(experts // nodes)

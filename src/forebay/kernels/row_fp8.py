@@ -1,16 +1,18 @@
-"""Rows in 8 bits an element: e4m3 numbers, and for each 32 neighbors of a row a power of two (the layout of MXFP8).
+"""Rows in 8 bits an element: e4m3 numbers, and for each 32 neighbors of a row a power of two (as in MXFP8).
 
 Input: rows [R, W] in bf16. Output: bytes [R, W + ceil(W / 32)], which the caller owns: a row's W numbers, then its
-scales. A scale 2^(s - 127) is the byte s, the smallest with which the largest number of its group is at most 448; 255 stands for
-NaN. So for a finite group with the largest magnitude m, each x comes back with an error of at most
+scales. A scale 2^(s - 127) is the byte s, the smallest with which the finite numbers of its group round to 416 at most. The two
+codes above stand for what is not finite: 448 (0x7E, 0xFE) for infinity with its sign, 0x7F for NaN. Both come back as they were,
+and leave their neighbors alone. With m the largest finite magnitude of its group, a finite x comes back with an error of at most
 
     max(|x| * 2^-4, m * 2^-17)
 
-numbers of four significant bits from m * 2^-14 on come back exactly, and what came back once comes back again unchanged. A group
-with an infinity or a NaN comes back as NaN, a number above 1.9375 * 2^127 as infinity, and one below 2^-126 perhaps as zero.
-Example, a row [1.1, -3.0, 500.0]: m = 500 > 448, so the scale is 2^1 = 2 (s = 128), the numbers are 0.5625, -1.5 and 256, and the
-row comes back as [1.125, -3.0, 512.0]. Encoding moves 3.03 bytes an element, and so does decoding: for 65536 x 2048, 0.41 GB,
-0.10 ms at 4 TB/s.
+and finite. Numbers of four significant bits from m * 2^-13 on come back exactly, and so does the largest number of bf16. What
+came back once comes back again unchanged. A number below 2^-126 may come back as zero.
+
+Example, a row [1.1, -3.0, 500.0, -inf]: m = 500 >= 432, which would round to 448, so the scale is 2^1 = 2 (s = 128), the numbers
+are 0.5625, -1.5, 256 and -448, and the row comes back as [1.125, -3.0, 512.0, -inf]. Encoding moves 3.03 bytes an element, and so
+does decoding: for 65536 x 2048, 0.41 GB, 0.10 ms at 4 TB/s.
 """
 
 from __future__ import annotations
@@ -25,25 +27,32 @@ from forebay.kernels.launch import Backend, cdiv, on_device_of, packed, use_trit
 GROUP = 32
 """Elements of a row that share a scale."""
 _GROUPS = 64  # a program's; 2048 elements are 16 a thread on 4 warps
-_LARGEST = 0x60_0000  # mantissa of 448, and of 448 times any power of two, in fp32
+_ROUNDS_TO_448 = 0x58_0000  # mantissa of 432, and of 432 times any power of two, in fp32
+_INFINITY = 0x7F80_0000  # in fp32; NaN is above
+_MOST = torch.finfo(torch.bfloat16).max
 _NATIVE_SINCE = (8, 9)  # compute capability from which GPUs convert to e4m3
 
 
 @triton.jit
-def group_scale(bits):
-    """The scales' bytes, from the largest magnitude of each group as the bits of its fp32 number."""
-    exponent = bits >> 23
-    # 448 is 1.75 * 2^8.
-    scale = tl.maximum(exponent - 8 + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32), 1)
-    return tl.where(exponent == 255, 255, scale)
+def finite_magnitude(x):
+    """The bits of |x| as int32, which order as the magnitudes do; 0 where the fp32 number x is not finite."""
+    size = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+    return tl.where(size < 0x7F800000, size, 0)
+
+
+@triton.jit
+def group_scale(largest):
+    """The scales' bytes, from the largest `finite_magnitude` of each group."""
+    # 432 is 1.6875 * 2^8.
+    return tl.maximum((largest >> 23) - 8 + ((largest & 0x7FFFFF) >= 0x580000).to(tl.int32), 1)
 
 
 @triton.jit
 def to_e4m3(x, scale, NATIVE: tl.constexpr):
     """The bytes, as int32, of fp32 numbers x divided by their scales (bytes as int32, of x's shape)."""
-    inverse = (tl.maximum(254 - scale, 0) << 23).to(tl.float32, bitcast=True)
-    x = x * inverse
+    x = x * ((254 - scale) << 23).to(tl.float32, bitcast=True)
     if NATIVE:
+        # The instruction makes 448 of an infinity, 0x7F of a NaN.
         return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32)
     else:
         # To nearest, ties to even, in integers. Triton 3.6's interpreter rounds ties otherwise.
@@ -52,16 +61,21 @@ def to_e4m3(x, scale, NATIVE: tl.constexpr):
         normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - 960  # the exponent's bias is 7, not 127
         # Below 2^-6, numbers are multiples of 2^-9: what an fp32 number of 2^14 is rounded to.
         small = (size.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
-        return tl.where(size < 0x3C800000, small, normal) & 0x7F | ((bits >> 24) & 0x80)
+        code = tl.where(size < 0x3C800000, small, normal)
+        code = tl.where(size < 0x7F800000, code, tl.where(size == 0x7F800000, 0x7E, 0x7F))
+        return code | ((bits >> 24) & 0x80)
 
 
 @triton.jit
 def from_e4m3(number, scale):
     """The fp32 numbers of bytes and of their scales, both as int32 of one shape."""
-    x = (((number & 0x80) << 24) | ((number & 0x7F) << 20)).to(tl.float32, bitcast=True)
-    # A NaN among the numbers has the scale of a NaN.
-    times = tl.where(scale == 255, 0x7FC00000, scale << 23).to(tl.float32, bitcast=True)
-    return x * 1329227995784915872903807060280344576.0 * times  # 2^120: the exponent's bias is 7, not 127
+    sign, code = (number & 0x80) << 24, number & 0x7F
+    x = (sign | (code << 20)).to(tl.float32, bitcast=True)
+    # 2^120: the exponent's bias is 7, not 127.
+    x = x * 1329227995784915872903807060280344576.0 * (scale << 23).to(tl.float32, bitcast=True)
+    x = tl.minimum(tl.maximum(x, -3.3895313892515355e38), 3.3895313892515355e38)  # bf16 has no 2^128
+    not_finite = sign | 0x7F800000 | ((code & 1) << 22)
+    return tl.where(code < 0x7E, x, not_finite.to(tl.float32, bitcast=True))
 
 
 @triton.jit
@@ -82,7 +96,7 @@ def _encode_kernel(x_ptr, out_ptr, blocks, row_groups, width, row_bytes, NATIVE:
     """GROUPS groups of a row, of `blocks` times as many."""
     at, out_at, inside, scales_at, exist = _places(blocks, row_groups, width, row_bytes, GROUPS)
     x = tl.load(x_ptr + at, mask=inside, other=0.0).to(tl.float32)
-    scales = group_scale(tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1))
+    scales = group_scale(tl.max(finite_magnitude(x), 1))
     tl.store(out_ptr + out_at, to_e4m3(x, scales[:, None], NATIVE).to(tl.uint8), mask=inside)
     tl.store(out_ptr + scales_at, scales.to(tl.uint8), mask=exist)
 
@@ -124,9 +138,8 @@ def encode_rows(x: Tensor, *, backend: Backend = "auto") -> Tensor:
         return out
     if not use_triton(backend, x):
         scale = _reference_scales(x)
-        inverse = _power_of_two((254 - scale).clamp(min=0))
-        scaled = x.float() * _spread(inverse, width)
-        out[:, :width] = scaled.to(torch.float8_e4m3fn).view(torch.uint8)
+        scaled = x.float() * _spread(_power_of_two(254 - scale), width)
+        out[:, :width] = scaled.clamp(-448, 448).to(torch.float8_e4m3fn).view(torch.uint8)
         out[:, width:] = scale
         return out
     groups = out.shape[1] - width
@@ -153,10 +166,9 @@ def decode_rows(rows: Tensor, width: int, *, backend: Backend = "auto") -> Tenso
     if out.numel() == 0:
         return out
     if not use_triton(backend, rows):
-        scale = rows[:, width:].int()
-        times = torch.where(scale == 255, torch.nan, _power_of_two(scale.clamp(max=254)))
-        out.copy_(rows[:, :width].contiguous().view(torch.float8_e4m3fn).float() * _spread(times, width))
-        return out
+        numbers = rows[:, :width].contiguous().view(torch.float8_e4m3fn).float()
+        finite = (numbers * _spread(_power_of_two(rows[:, width:]), width)).clamp(-_MOST, _MOST)
+        return out.copy_(torch.where(numbers.abs() == 448, numbers * torch.inf, finite))
     groups = rows.shape[1] - width
     blocks = cdiv(groups, _GROUPS)
     with on_device_of(rows):
@@ -170,9 +182,9 @@ def _reference_scales(x: Tensor) -> Tensor:
     """The plain PyTorch form of `group_scale`: [R, ceil(W / 32)] int32."""
     rows, width = x.shape
     padded = torch.nn.functional.pad(x.float(), (0, -width % GROUP)).view(rows, -1, GROUP)
-    bits = (padded.contiguous().view(torch.int32) & 0x7FFFFFFF).amax(2)
-    scale = ((bits >> 23) - 8 + ((bits & 0x7FFFFF) > _LARGEST).int()).clamp(min=1)
-    return torch.where(bits >> 23 == 255, 255, scale)
+    bits = padded.contiguous().view(torch.int32) & 0x7FFFFFFF
+    largest = torch.where(bits < _INFINITY, bits, 0).amax(2)
+    return ((largest >> 23) - 8 + ((largest & 0x7FFFFF) >= _ROUNDS_TO_448).int()).clamp(min=1)
 
 
 def _power_of_two(biased: Tensor) -> Tensor:

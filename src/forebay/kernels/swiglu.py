@@ -26,6 +26,7 @@ from forebay.kernels.row_fp8 import (
     decode_rows,
     encode_rows,
     encoded_width,
+    finite_magnitude,
     from_e4m3,
     group_scale,
     to_e4m3,
@@ -128,9 +129,8 @@ def _add_bias(
 
 @triton.jit
 def _top(x, GROUP_COLS: tl.constexpr):
-    """The largest magnitude [rows, groups] of a tile's groups of columns, as the bits of its fp32 number."""
-    bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
-    return tl.max(tl.reshape(bits, [x.shape[0], x.shape[1] // GROUP_COLS, GROUP_COLS]), 2)
+    """The largest `finite_magnitude` [rows, groups] of a tile's groups of columns."""
+    return tl.max(tl.reshape(finite_magnitude(x), [x.shape[0], x.shape[1] // GROUP_COLS, GROUP_COLS]), 2)
 
 
 @triton.jit

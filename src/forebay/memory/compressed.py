@@ -14,13 +14,11 @@ def holds_rows(tensor: torch.Tensor) -> bool:
     """Whether the storage of a saved tensor is one of rows, which may be rounded.
 
     True for bf16 of two dimensions or more with at least 32 neighbors in memory. What backward needs to the bit is not: integers
-    and masks, random states, routing ids and weights (fewer choices), and whatever a bf16 model computes in fp32: log-sum-exp,
-    the norms' statistics, the router's probabilities. Nor are attention's masks, which `scaled_dot_product_attention` turns into
-    biases of 0 and -inf in the queries' dtype: 32 neighbors with an infinity would come back as NaN.
+    and boolean masks, random states, routing ids and weights (fewer choices), and whatever a bf16 model computes in fp32:
+    log-sum-exp, the norms' statistics, the router's probabilities. A mask of 0 and -inf, or of 0 and the lowest number, comes
+    back exactly.
     """
     if tensor.dtype is not torch.bfloat16 or tensor.dim() < 2 or tensor.untyped_storage().nbytes() % 2:
-        return False
-    if tensor.dim() == 4 and (0 in tensor.stride() or tensor.size(1) == 1 or tensor.size(2) == tensor.size(3)):
         return False
     return any(size >= GROUP and stride == 1 for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
 

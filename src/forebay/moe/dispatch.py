@@ -239,7 +239,7 @@ class NcclDispatcher(TokenDispatcher):
         sent, _, splits = handle
         out, back = self._splits(splits)
         rows = values.new_empty((n_rows, values.shape[1]))
-        dist.all_to_all_single(rows[: sum(back)], values[sent], back, out, group=self._group)
+        dist.all_to_all_single(_without_graph(rows)[: sum(back)], values[sent], back, out, group=self._group)
         return rows
 
     def collect(
@@ -262,7 +262,7 @@ class NcclDispatcher(TokenDispatcher):
         _, places, splits = handle
         out, back = self._splits(splits)
         returned = rows.new_empty((sum(out), rows.shape[1]))
-        dist.all_to_all_single(returned, rows[: sum(back)].contiguous(), out, back, group=self._group)
+        dist.all_to_all_single(returned, _without_graph(rows)[: sum(back)].contiguous(), out, back, group=self._group)
         return combine_rows(returned, places, init=init)
 
     def _splits(self, splits: Tensor) -> tuple[list[int], list[int]]:
@@ -290,6 +290,14 @@ def _order_by_rank(sends: Tensor, n_sent: int) -> tuple[Tensor, Tensor]:
     # Entries that go nowhere all write to one extra element at the end.
     sent = token.new_empty(n_sent + 1).scatter_(0, torch.where(flat, place, n_sent).long(), token)[:n_sent]
     return sent, place.masked_fill(~flat, -1).view(ranks, tokens).t().contiguous()
+
+
+def _without_graph(rows: Tensor) -> Tensor:
+    """`rows` for a collective, whose work may outlive it: gloo's thread drops it some time after the host has waited for it.
+
+    Inside an operation of torch.library a slice still has its tensor as base, and with it the graph and the handles there.
+    """
+    return rows.detach()
 
 
 def _as_int32(weights: Tensor) -> Tensor:

@@ -7,8 +7,8 @@ import torch
 
 from forebay.config import Config, from_mapping
 from forebay.estimate.device import load
+from forebay.estimate.layer_time import rows_between_nodes
 from forebay.estimate.slow_link import slow_link
-from forebay.estimate.step_time import rows_between_nodes
 from forebay.train.world import processes_of_node
 from tests.train.common import MODEL
 

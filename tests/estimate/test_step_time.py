@@ -8,17 +8,15 @@ from typing import Any
 
 import pytest
 
+from forebay.estimate.layer_time import Clock, KernelTime, crossing_share
 from forebay.estimate.state import Sharing
 from forebay.estimate.step_time import (
-    Clock,
     Elements,
-    KernelTime,
     ScheduleTime,
     ShardingTime,
     StageTime,
     StepOverhead,
     StepTime,
-    crossing_share,
     schedule_time,
 )
 from forebay.estimate.types import OpCost

@@ -7,14 +7,14 @@ layers cost is the trace of a microbatch; no device, weights or other processes 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from operator import add
 from typing import TYPE_CHECKING, Any
 
 from forebay.config import Config, FastPath, check_experts, check_world
-from forebay.estimate.device import DEFAULT, DeviceProfile
+from forebay.estimate.device import DEFAULT
 from forebay.estimate.device import load as load_device
+from forebay.estimate.layer_time import Clock, KernelTime, LayerTimer
 from forebay.estimate.state import Sharing
-from forebay.estimate.step_time import Clock, Elements, KernelTime, ShardingTime, crossing_share, dispatch_wait
+from forebay.estimate.step_time import Elements, ShardingTime
 from forebay.estimate.trace_cache import TraceCache
 from forebay.estimate.types import GPU_BLOCK, PartTrace, Shape, StageLayers
 from forebay.pipeline.partition import (
@@ -179,32 +179,28 @@ def plan_layers(config: Config, world: int = 0, traces: TraceCache | None = None
 
 
 def layer_costs(config: Config, declared: Any, sharing: Sharing, traces: TraceCache) -> ModelCosts:
-    """Seconds on an H200 and saved bytes of each part for one microbatch.
+    """Seconds on an H200 and saved bytes of each part for one microbatch, if all are kept.
 
-    The seconds are those of the traced operations; in layers also of adding gradients up and of waiting for the exact sizes of a
-    token dispatch. Where all-to-alls run beside another microbatch, a layer takes the longer of computing and all-to-alls.
+    Where all-to-alls run beside another microbatch, a layer takes the longer of computing and all-to-alls.
     """
     facts = traces.facts(config.model, declared)
     trace = traces.trace(config.model, declared, shape_of(config, declared, sharing))
     device = load_device(DEFAULT)
     schedule, *_, microbatches = pipeline_shape(config, sharing.batch)
-    clock, hidden = clock_of(device, config, routing_of(declared), sharing), schedule == "dualpipev"
+    timer = LayerTimer(Clock.of(device, config, routing_of(declared), sharing), config, trace)
     summed = ShardingTime(device, sharing, microbatches)
-
-    def times(part: PartTrace) -> tuple[KernelTime, KernelTime]:
-        return clock.kernel_time(part.forward_ops), clock.kernel_time(part.backward_ops)
 
     def layer(number: int) -> LayerCost:
         traced = trace.layers[number]
-        forward, backward = map(add, times(traced.attention), times(traced.mlp))
+        forward, backward = timer.layer(number)
         more = summed.layer(Elements.of(facts.weights.layers[number], sharing.ep), forward, backward)
-        wait = dispatch_wait(config) if traced.is_moe else 0.0
+        both = forward + backward + KernelTime(sum(more))
+        hidden = schedule == "dualpipev"
         saved = traced.saved + (trace.balance if traced.is_moe else 0)
-        both = forward + backward + KernelTime(sum(more) + wait)
         return LayerCost(max(both.computing, both.all_to_all) if hidden else both.alone, saved)
 
     def end(part: PartTrace) -> LayerCost:
-        forward, backward = times(part)
+        forward, backward = timer.clock.both_ways(part)
         return LayerCost(forward.alone + backward.alone, part.saved)
 
     first = {id(traced): number for number, traced in reversed(list(enumerate(trace.layers)))}  # of each kind
@@ -216,12 +212,6 @@ def routing_of(declared: Any) -> tuple[int, int]:
     """Experts of a layer, and of a token; zeros for a dense model."""
     experts = experts_in(declared)
     return experts, declared.get_text_config().num_experts_per_tok if experts else 0
-
-
-def clock_of(device: DeviceProfile, config: Config, routing: tuple[int, int], sharing: Sharing) -> Clock:
-    """The clock of a run whose models have `routing_of`."""
-    p = config.parallel
-    return Clock(device, p.ep, sharing.compute == 4, crossing_share(*routing, p.ep, device.node, p.dispatch))
 
 
 def shape_of(config: Config, declared: Any, sharing: Sharing, skew: float = 1.0) -> Shape:

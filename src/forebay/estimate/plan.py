@@ -19,10 +19,11 @@ from forebay.errors import UsageError, nearest
 from forebay.estimate.device import DEFAULT, DeviceProfile
 from forebay.estimate.device import load as load_device
 from forebay.estimate.fit import ALLOWANCE, ERROR, RankFit, largest_total
+from forebay.estimate.layer_time import Clock
 from forebay.estimate.layers import SAME_HOST, LayerPlan, declared_by, fast_path_of, routing_of, shape_of, sharing_of
 from forebay.estimate.placement import Choice, Option, by_kind, sentences
 from forebay.estimate.processes import forked_map
-from forebay.estimate.rank import RankEstimate, RunEstimator, StepTimer, machine_of
+from forebay.estimate.rank import RankEstimate, RunEstimator, StepTimer
 from forebay.estimate.state import Sharing, all_to_all_bytes, symmetric_bytes
 from forebay.estimate.step_time import StepTime
 from forebay.estimate.trace_cache import TraceCache
@@ -318,7 +319,7 @@ def fit_run(
     _check_parameters(fits, budget)
     step = None
     if device is not None and len(ranks) == config.parallel.pp:
-        step = StepTimer(estimator, placements, [fit.parameters for fit in fits]).on(device)
+        step = StepTimer(estimator, placements, [fit.parameters for fit in fits]).step()
     sublayers = tuple(sublayer for rank in ranks for sublayer in rank.sublayers)
     levels = tuple(rank.levels for rank in ranks)
     return Fit(fits, world, estimator.weights.total, budget, sublayers, tuple(notes), step, choices, levels)
@@ -380,7 +381,8 @@ def _estimator(
 ) -> tuple[RunEstimator, list[str]]:
     c, p = config, config.parallel
     declared = declared_by(c)
-    text, experts = declared.get_text_config(), experts_in(declared)
+    text, routing = declared.get_text_config(), routing_of(declared)
+    experts = routing[0]
     check_experts(p.ep, experts)
     facts = traces.facts(c.model, declared)
     notes = _notes(c, facts.attention, experts)
@@ -405,11 +407,10 @@ def _estimator(
         placements,
         hidden=shape.sequence * shape.microbatch * text.hidden_size,
         exchange=_dispatcher_bytes(c, text, shape, sharing),
-        routing=routing_of(declared),
+        clock=Clock.of(device or load_device(DEFAULT), c, routing, sharing),
         actions=actions,
         budget=budget,
         auto=None if auto is None else largest_total(auto),
-        machine=machine_of(device or load_device(DEFAULT), c, routing_of(declared), sharing),
     ), notes
 
 

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import chain
 from math import inf
-from typing import Any
 
 from forebay.config import Config
 from forebay.estimate.allocator import ROLES
-from forebay.estimate.device import DeviceProfile
 from forebay.estimate.fit import RankFit, largest_total
 from forebay.estimate.fsdp import least_bytes, param_groups
-from forebay.estimate.layers import LayerPlan, clock_of
+from forebay.estimate.layer_time import Clock, KernelTime, LayerTimer
+from forebay.estimate.layers import LayerPlan
 from forebay.estimate.offloading import Link, offloaded_bytes
 from forebay.estimate.parts import Part, placed_parts
 from forebay.estimate.placement import (
@@ -31,18 +31,14 @@ from forebay.estimate.placement import (
 )
 from forebay.estimate.state import Sharing, WeightShapes, outside_bytes
 from forebay.estimate.step_time import (
-    NO_TIME,
-    Clock,
     Elements,
-    KernelTime,
     ShardingTime,
     StageTime,
     StepOverhead,
     StepTime,
-    dispatch_wait,
     schedule_time,
 )
-from forebay.estimate.types import LayerTrace, ModelTrace, PartTrace, StageLayers
+from forebay.estimate.types import ModelTrace, PartTrace, StageLayers
 from forebay.estimate.walk import RankRun, StepLevel, Walked, local_actions, shortened, walk
 from forebay.memory.offload_plan import PIPELINE_WAIT_SHARE
 from forebay.memory.timeline import LIGHT_RECOMPUTE_SHARE
@@ -80,7 +76,7 @@ class RunEstimator:
         placements: sublayer path to placement, for ranks that do not choose their own.
         hidden: elements of a microbatch's hidden states.
         exchange: bytes of the token dispatcher outside of the allocator.
-        routing: experts, and experts of a token.
+        clock: of the device; of the default one if none is given.
         actions: by pipeline rank; None without a pipeline.
         budget: bytes a process may use; None if not given.
         auto: bytes within which placements are chosen; None to take the configuration's.
@@ -95,15 +91,24 @@ class RunEstimator:
     placements: Mapping[str, str]
     hidden: int
     exchange: int
-    routing: tuple[int, int]
+    clock: Clock
     actions: Sequence[Sequence[Action]] | None
     budget: int | None
     auto: int | None
-    machine: Machine
 
     @property
     def engine(self) -> bool:
         return self.sharing.gathered
+
+    @cached_property
+    def machine(self) -> Machine:
+        def seconds(part: PartTrace) -> tuple[float, float]:
+            forward, backward = self.clock.both_ways(part)
+            return forward.alone, backward.alone
+
+        device = self.clock.device
+        out_rate, back_rate, *ends = device.host(self.sharing.world, self.sharing.pp > 1)
+        return Machine(seconds, out_rate, back_rate, device.at("bandwidth", 1 << 30), tuple(ends))
 
     @property
     def chooses(self) -> bool:
@@ -242,34 +247,20 @@ def layers_and_ends(stages: Mapping[int, StageLayers]) -> tuple[list[int], bool,
     return [n for s in every for n in s.layers], any(s.embedding for s in every), any(s.head for s in every)
 
 
-SUBLAYER_LAUNCHES = 240
-"""Host time of a sublayer's forward or backward besides its kernels (guards, hooks, autograd, Triton's launches), in
-operations of the profile's `launch`: 1.4 ms. Calibrated on run 06 of benchmarks/results/planner_blind_1_measured.jsonl, 17
-compiled layers whose steps take what the host takes."""
 FSDP_LAUNCHES = 500
-"""The same for a group of FSDP2 in a microbatch's forward (a third) and backward: 3 ms. Calibrated on runs 01,
-04 and 21 there."""
-CUT_LAUNCHES = 320
-"""The same for a sublayer that is split at the token dispatcher: segments, streams, FSDP2's experts. Calibrated with the H200's
-`launch`, on eager runs of several hosts: see docs/estimator.md."""
+"""Host time of a group of FSDP2 in a microbatch's forward (a third) and backward besides its kernels, in operations of the
+profile's `launch`: 3 ms. Calibrated on runs 01, 04 and 21 of benchmarks/results/planner_blind_1_measured.jsonl."""
 STEP_LAUNCHES = 1000
 """Host time of a step in which the device is idle: the batch, the optimizer's groups, reading the loss. 6 ms. Calibrated on the
 grid, see docs/estimator.md, and on runs 12, 13, 15 and 18 of the first blind draw."""
-ALL_TO_ALL_LAUNCHES = 15
-"""Host time of an all-to-all: 0.09 ms eager (benchmarks/results/ep_exchange_4gpu.md)."""
-STASH_LAUNCHES = 55
-"""Host time of pages in a sublayer's forward or backward: 85 ms in 128 layers, stash against capacity, both eager
-(benchmarks/results/paging_ep2_memory.md)."""
 
 
 @dataclass(frozen=True)
 class StepTimer:
     """Computes the time of a step.
 
-    "keep" and "stash" take the time of the trace: pages cost the device 1 % of a layer (benchmarks/LOG.md). "recompute" runs the
-    forward again in backward, or only the first product of Forebay's experts. `offload = "fit"` is free, because only what the
-    link carries during computation is offloaded. "all" makes a forward or backward at least as long as its copies, and a
-    pipeline's step longer by the share that its plan may wait.
+    `offload = "fit"` is free, because only what the link carries during computation is offloaded. "all" makes a forward or
+    backward at least as long as its copies, and a pipeline's step longer by the share that its plan may wait.
 
     Attributes:
         placements: sublayer path to placement; the default is "keep".
@@ -280,20 +271,21 @@ class StepTimer:
     placements: Mapping[str, str]
     parameters: Sequence[int]
 
-    def on(self, device: DeviceProfile) -> StepTime:
+    def step(self) -> StepTime:
         config, pp, engine = self.run.config, self.run.config.parallel.pp, self.run.engine
+        device = self.run.clock.device
         stages = [self.run.plan.stages(rank) for rank in range(pp)]
         actions = [self.run.computations(rank) for rank in range(pp)]
-        times = {n: self._stage(device, stage, engine) for mine in stages for n, stage in mine.items()}
+        times = {n: self._stage(stage, engine) for mine in stages for n, stage in mine.items()}
         ranks = [next(r for r, mine in enumerate(stages) if n in mine) for n in sorted(times)]
-        message, contention = self._message(device) if pp > 1 else 0.0, device.at("contention")
+        message, contention = self._message() if pp > 1 else 0.0, device.at("contention")
         on_device = schedule_time(actions, ranks, times, message, engine, contention)
         launch = 0.0 if config.step.graph else device.at("launch")
         launched = on_device.seconds
         if launch:
             launched = schedule_time(actions, ranks, times, message, engine, contention, launch).seconds
         waits = 1 + PIPELINE_WAIT_SHARE if self._offloads_all and self._alternates else 1.0
-        overheads = [self._overhead(device, rank, stages[rank]) for rank in range(pp)]
+        overheads = [self._overhead(rank, stages[rank]) for rank in range(pp)]
         slowest = max(overheads, key=lambda b: b.gather + b.reduce)
         return StepTime(
             device=device.name,
@@ -319,71 +311,50 @@ class StepTimer:
         """Forwards follow backwards, as in a pipeline with more microbatches than ranks: such plans wait little."""
         return self.run.plan.microbatches > self.run.config.parallel.pp > 1
 
-    def _sharding(self, device: DeviceProfile) -> ShardingTime:
-        return ShardingTime(device, self.run.sharing, self.run.plan.microbatches)
+    def _sharding(self) -> ShardingTime:
+        return ShardingTime(self.run.clock.device, self.run.sharing, self.run.plan.microbatches)
 
-    def _stage(self, device: DeviceProfile, stage: StageLayers, engine: bool) -> StageTime:
-        clock = clock_of(device, self.run.config, self.run.routing, self.run.sharing)
-        sharding = self._sharding(device)
+    def _stage(self, stage: StageLayers, engine: bool) -> StageTime:
+        clock, sharding = self.run.clock, self._sharding()
+        timer = LayerTimer(clock, self.run.config, self.run.trace)
         forward: list[KernelTime] = []
         backward: list[KernelTime] = []
         fsdp = self.run.sharing.sharded and not self.run.sharing.gathered
         group = FSDP_LAUNCHES if fsdp else 0
         for number in stage.layers:
-            f, b = self._layer(clock, number)
+            f, b = timer.layer(number, self._placements_in(number))
             more = sharding.layer(self._elements(number), f, b)
             forward.append(f + KernelTime(more[0], launches=group / 3))
             backward.insert(0, b + KernelTime(more[1], launches=2 * group / 3))
         if stage.embedding:
-            part = self.run.trace.embedding
-            forward[0] = forward[0] + clock.kernel_time(part.forward_ops) + KernelTime(launches=group / 3)
+            f, b = clock.both_ways(self.run.trace.embedding)
+            forward[0] = forward[0] + f + KernelTime(launches=group / 3)
             if not engine:  # an engine adds the tokens' gradients to the vocabulary's once a step
-                backward[-1] = backward[-1] + clock.kernel_time(part.backward_ops)
+                backward[-1] = backward[-1] + b
         if stage.head:
-            head = self.run.trace.head
-            f, b = clock.kernel_time(head.forward_ops), clock.kernel_time(head.backward_ops)
+            f, b = clock.both_ways(self.run.trace.head)
             forward.append(f + b if engine else f)
             if not engine:
                 backward.insert(0, b + KernelTime(launches=2 * group / 3))
         if self._offloads_all and not self._alternates:
             moved = sum(self._offloaded(number) for number in stage.layers)
-            out_rate, back_rate = _host_rates(device, self.run.sharing)[:2]
-            forward[-1] = forward[-1] + _wait(forward, moved / out_rate)
-            backward[-1] = backward[-1] + _wait(backward, moved / back_rate)
+            forward[-1] = forward[-1] + _wait(forward, moved / self.run.machine.out_rate)
+            backward[-1] = backward[-1] + _wait(backward, moved / self.run.machine.back_rate)
         return StageTime(tuple(forward), tuple(backward))
 
     def _offloaded(self, number: int) -> int:
-        sublayers = self.run.trace.layers[number].sublayers
-        return sum(p.saved for name, p in sublayers if self._placement(number, name) == "offload")
+        placements = self._placements_in(number)
+        return sum(p.saved for name, p in self.run.trace.layers[number].sublayers if placements[name] == "offload")
 
-    def _placement(self, number: int, name: str) -> str:
-        return self.placements.get(f"{self.run.prefix}.{number}.{name}", "keep")
-
-    def _layer(self, clock: Clock, number: int) -> tuple[KernelTime, KernelTime]:
-        layer: LayerTrace = self.run.trace.layers[number]
-        forward = backward = NO_TIME
-        for name, part in layer.sublayers:
-            f, b = self._sublayer(clock, part, self._placement(number, name))
-            forward, backward = forward + f, backward + b
-        if layer.is_moe:
-            waits = dispatch_wait(self.run.config)
-            forward = forward + KernelTime(compute=waits, launches=waits / clock.device.at("launch"))
-        return forward, backward
-
-    def _sublayer(self, clock: Clock, part: PartTrace, placement: str) -> tuple[KernelTime, KernelTime]:
-        p, memory = self.run.config.parallel, self.run.config.memory
-        forward, backward = clock.kernel_time(part.forward_ops), clock.kernel_time(part.backward_ops)
-        if placement == "recompute":
-            light = part.light_ops if memory.recompute != "full" else ()
-            backward = clock.kernel_time(light) if light else forward + backward
-        more = STASH_LAUNCHES if placement == "stash" else 0
-        more += CUT_LAUNCHES if p.pp > 1 or self.run.config.step.overlap or p.ep > 1 else SUBLAYER_LAUNCHES
-        return _with_launches(forward, part.forward_ops, more), _with_launches(backward, part.backward_ops, more)
+    def _placements_in(self, number: int) -> dict[str, str]:
+        """By the name of a layer's sublayer."""
+        path = f"{self.run.prefix}.{number}"
+        return {name: self.placements.get(f"{path}.{name}", "keep") for name in ("self_attn", "mlp")}
 
     def _elements(self, number: int) -> Elements:
         return Elements.of(self.run.weights.layers[number], self.run.sharing.ep)
 
-    def _overhead(self, device: DeviceProfile, rank: int, stages: Mapping[int, StageLayers]) -> StepOverhead:
+    def _overhead(self, rank: int, stages: Mapping[int, StageLayers]) -> StepOverhead:
         layers = [self._elements(n) for stage in stages.values() for n in stage.layers]
         outside = [
             w
@@ -394,33 +365,15 @@ class StepTimer:
         fused, clips = self.run.config.optimizer.fused, self.run.config.train.clip > 0
         frozen = self.run.sharing.frozen * sum(e.frozen for e in (*layers, ends))
         trained = self.parameters[rank] - frozen // (self.run.sharing.data if self.run.sharing.sharded else 1)
-        return self._sharding(device).step(layers, ends, trained, fused, clips)
+        return self._sharding().step(layers, ends, trained, fused, clips)
 
-    def _message(self, device: DeviceProfile) -> float:
+    def _message(self) -> float:
         """Seconds of a microbatch's hidden states to the next rank."""
-        size, replica = self.run.trace.layers[0].attention.inputs, self.run.sharing.data * self.run.sharing.pp
+        device, size = self.run.clock.device, self.run.trace.layers[0].attention.inputs
+        replica = self.run.sharing.data * self.run.sharing.pp
         return size / device.link("all_to_all", replica <= device.node, size) + device.at("kernel")
-
-
-def machine_of(device: DeviceProfile, config: Config, routing: tuple[int, int], sharing: Sharing) -> Machine:
-    clock = clock_of(device, config, routing, sharing)
-
-    def seconds(part: PartTrace) -> tuple[float, float]:
-        return clock.kernel_time(part.forward_ops).alone, clock.kernel_time(part.backward_ops).alone
-
-    out_rate, back_rate, *ends = _host_rates(device, sharing)
-    return Machine(seconds, out_rate, back_rate, device.at("bandwidth", 1 << 30), tuple(ends))
-
-
-def _host_rates(device: DeviceProfile, sharing: Sharing) -> tuple[float, ...]:
-    return device.host(sharing.world, sharing.pp > 1)
 
 
 def _wait(kernel_times: Sequence[KernelTime], copies: float) -> KernelTime:
     """The time by which the copies of a whole pass are longer than the pass."""
     return KernelTime(compute=max(0.0, copies - sum(s.alone for s in kernel_times)))
-
-
-def _with_launches(kernel_time: KernelTime, ops: Sequence[Any], more: int) -> KernelTime:
-    transfers = sum(op.kind == "all_to_all" for op in ops)
-    return replace(kernel_time, launches=kernel_time.launches + ALL_TO_ALL_LAUNCHES * transfers + more)

@@ -13,8 +13,8 @@ from typing import Any
 from forebay.config import Config
 from forebay.errors import UsageError
 from forebay.estimate.device import DeviceProfile
+from forebay.estimate.layer_time import rows_between_nodes
 from forebay.estimate.layers import declared_by, routing_of
-from forebay.estimate.step_time import rows_between_nodes
 from forebay.estimate.trace_cache import TraceCache
 from forebay.train.parallel import experts_in
 

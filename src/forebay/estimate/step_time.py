@@ -1,187 +1,22 @@
-"""How long a step takes: a roofline for every operation, laid on the schedule of each rank.
+"""How long a step takes: the times of layers, laid on the schedule of each rank.
 
-Input: the `OpCost`s of every part, a device profile, the actions of every pipeline rank, and how parameters are sharded.
-Output: a `StepTime`. `Clock` turns costs into seconds, `schedule_time` puts them on the actions, and `ShardingTime` adds
-gathers and reductions. Nothing is run or kept.
+Input: the `KernelTime`s of every stage, a device profile, the actions of every pipeline rank, and how parameters are sharded.
+Output: a `StepTime`. `schedule_time` puts kernel times on the actions, and `ShardingTime` adds gathers and reductions. Nothing is
+run or kept.
 """
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
-from types import MappingProxyType
 from typing import Any
 
-from forebay.config import Config
 from forebay.estimate.device import DeviceProfile
 from forebay.estimate.fit import TIME_ERROR
+from forebay.estimate.layer_time import NO_TIME, Clock, KernelTime
 from forebay.estimate.state import Sharing, Weight
-from forebay.estimate.types import OpCost
 from forebay.pipeline.schedule import Action
-
-_RATES: Mapping[str, str] = MappingProxyType(
-    {
-        "gemm": "matmul_bf16",
-        "gemm_unaligned": "matmul_bf16",
-        "grouped": "grouped",
-        "grouped_weights": "grouped_weights",
-        "attention": "attention",
-        "attention_backward": "attention_backward",
-    }
-)
-
-
-_UNVECTORIZED = 0.37
-"""Share of a copy's bandwidth that an unvectorized kernel reaches: 1.5 of 4.0 TB/s, measured on an H200 with torch's loop from
-fp32 into bf16 (`forebay.kernels.scale`)."""
-_UNALIGNED = 0.03
-"""Share of a GEMM's rate with unaligned rows, some 20 TFLOP/s on an H200. Calibrated on GPT-OSS, whose eager attention has 4097
-scores a row; see docs/estimator.md."""
-
-
-@dataclass(frozen=True)
-class KernelTime:
-    """Seconds on the device, in the shares that may run at different times.
-
-    Attributes:
-        compute: all but the other two.
-        all_to_all: another microbatch's computation can hide it.
-        weight_grads: of the experts; nothing waits for them.
-        launches: number of kernels that the host launches.
-    """
-
-    compute: float = 0.0
-    all_to_all: float = 0.0
-    weight_grads: float = 0.0
-    launches: float = 0
-
-    @property
-    def computing(self) -> float:
-        """Seconds without all-to-alls."""
-        return self.compute + self.weight_grads
-
-    @property
-    def alone(self) -> float:
-        """Seconds if nothing runs beside it."""
-        return self.computing + self.all_to_all
-
-    def __add__(self, other: KernelTime) -> KernelTime:
-        return KernelTime(
-            self.compute + other.compute,
-            self.all_to_all + other.all_to_all,
-            self.weight_grads + other.weight_grads,
-            self.launches + other.launches,
-        )
-
-
-NO_TIME = KernelTime()
-
-
-def rows_between_nodes(experts: int, slots: int, ep: int, per_node: int, dispatch: str = "auto") -> float:
-    """Rows of a token that leave its node, if the `slots` experts of each token are any of the `experts` alike.
-
-    With 128 experts and 8 slots on 2 nodes of 8 that is 1.00, and 3.30 with "nccl".
-    """
-
-    def hit(held: int) -> float:
-        """The probability that one of a token's experts is among those `held`."""
-        return 1 - math.comb(experts - held, slots) / math.comb(experts, slots)
-
-    nodes, uneven = divmod(ep, per_node)
-    if uneven or per_node == 1 or dispatch in ("nccl", "symmetric"):
-        # A group may begin in the middle of a node, and then few of its processes share a node: with 6 a node, 2 of a group of 4.
-        elsewhere = ep - (per_node if not uneven else max(1, math.gcd(ep, per_node)))
-        return elsewhere * hit(experts // ep)
-    return (nodes - 1) * hit(experts // nodes)
-
-
-def crossing_share(experts: int, slots: int, ep: int, per_node: int, dispatch: str) -> float:
-    """`rows_between_nodes` as a share of those of "nccl"; 1 where experts are shared inside nodes, and for a dense model."""
-    if ep <= per_node or not experts:
-        return 1.0
-    flat = rows_between_nodes(experts, slots, ep, per_node, "nccl")
-    return rows_between_nodes(experts, slots, ep, per_node, dispatch) / flat
-
-
-@dataclass(frozen=True)
-class Clock:
-    """Turns costs into seconds.
-
-    GEMMs and attention take the longer of FLOPs at the rate of their size and bytes at the bandwidth; other operations
-    their bytes at (a share of) the bandwidth; an all-to-all its bytes at the rate of their size. Each kernel adds the
-    gap between two.
-
-    Attributes:
-        ranks: that share experts; consecutive ones fill the nodes.
-        wide: computation is in fp32: experts and attention run at the rate of fp32 GEMMs too.
-        crossing: see `crossing_share`.
-    """
-
-    device: DeviceProfile
-    ranks: int = 1
-    wide: bool = False
-    crossing: float = 1.0
-
-    def kernel_time(self, ops: Iterable[OpCost]) -> KernelTime:
-        compute = all_to_all = weight_grads = 0.0
-        launches = 0
-        for op in ops:
-            seconds = self.seconds(op)
-            launches += op.launches
-            if op.kind == "all_to_all":
-                all_to_all += seconds
-            elif op.kind == "grouped_weights":
-                weight_grads += seconds
-            else:
-                compute += seconds
-        return KernelTime(compute, all_to_all, weight_grads, launches)
-
-    def seconds(self, op: OpCost) -> float:
-        """Of one operation; an all-to-all of no bytes takes no time."""
-        gap = op.launches * self.device.at("kernel")
-        if op.kind == "all_to_all":
-            return self._all_to_all(op.bytes) + gap if op.bytes else 0.0
-        moved = self.moved(op.bytes)
-        if op.kind == "pointwise":
-            return moved + gap
-        if op.kind == "unvectorized":
-            return moved / _UNVECTORIZED + gap
-        rate = self.device.at("matmul_fp32" if self.wide else _RATES[op.kind], op.flops)
-        share = _UNALIGNED if op.kind == "gemm_unaligned" else 1.0
-        return max(op.flops / (rate * share), moved) + gap
-
-    def _all_to_all(self, count: float) -> float:
-        """The transfers within the node and between nodes run at once, or one after the other where rows cross once a node."""
-        node = min(self.device.node, self.ranks)
-        away = count * (self.ranks - node) / max(1, self.ranks - 1)
-        if self.crossing == 1:
-            return max(self._link(True, count - away), self._link(False, away))
-        received = count * self.ranks / (self.ranks - 1)
-        return self._link(False, away * self.crossing) + self._link(True, received * (node - 1) / node)
-
-    def _link(self, within: bool, count: float) -> float:
-        return count / self.device.link("all_to_all", within, count) if count else 0.0
-
-    def moved(self, count: float) -> float:
-        return count / self.device.at("bandwidth", count)
-
-
-_SYNCHRONIZED: Mapping[str, float] = {"nccl": 3.0e-3, "symmetric": 1.4e-3}
-"""Seconds by which a dispatch of exact sizes is slower, for each layer and microbatch: the host waits in it, and has no launches
-ahead afterwards. Calibrated: nccl against capacity in benchmarks/results/paging_ep2_qwen3.md, and Qwen3's own routing against
-float32 in ep.md. The dispatch alone, in ep_exchange_4gpu.md, is slower by 0.6 and 0.1 ms."""
-
-
-def dispatch_wait(config: Config) -> float:
-    """Seconds by which a dispatch of exact sizes is slower than one with a capacity."""
-    parallel = config.parallel
-    if parallel.ep == 1:
-        return 0.0
-    if parallel.dispatch == "symmetric" or (parallel.dispatch == "auto" and parallel.ep <= 8):
-        return 0.0 if config.step.capacity_factor else _SYNCHRONIZED["symmetric"]
-    return _SYNCHRONIZED["nccl"]
 
 
 @dataclass(frozen=True)

@@ -53,7 +53,7 @@ from forebay.estimate.layers import plan_layers
 from forebay.memory.host_store import timing_event
 from forebay.memory.offload_plan import plan_interleaved
 from forebay.memory.recorder import requested
-from forebay.pipeline.activity import ActionRecorder, bubble, draw, trace_json
+from forebay.pipeline.activity import ActionRecorder, bubble, trace_json
 from forebay.pipeline.runtime import _RuntimeStep
 from forebay.pipeline.schedule import Action
 from forebay.pipeline.sublayer import ExecutionContext, Pending
@@ -147,7 +147,7 @@ class Running:
         """The row of the table, after the timed steps. Runs more steps, which are not timed."""
         args, mesh, trainer, steps = self.args, self.mesh, self.trainer, self.steps
         reserved = reserved_over_allocated(trainer) if self.alone else 0.0
-        picture = watched(args, trainer, self.engine, UNTIMED + len(steps), f"{self.name}-{self.arm}")
+        idle = watched(args, trainer, self.engine, UNTIMED + len(steps), f"{self.name}-{self.arm}")
         peaks, waited = planned_peaks(trainer.memory), trainer.memory.report().wait_ms or 0.0
         graph = None if trainer.cuda_graph is None else trainer.cuda_graph.eager_reason or "yes"
         segments = by_stream() if self.alone else None
@@ -166,7 +166,7 @@ class Running:
                 **peaks,
                 **hidden,
                 "moved": (trainer.memory.plan.planned_bytes if trainer.memory.plan else 0) / GIB,
-                **picture,
+                **idle,
             },
         )
         of: Callable[[str], list[float]] = lambda key: [max(r[key] for r in row) for row in by_rank]  # noqa: E731
@@ -317,7 +317,7 @@ def gathered_bytes(unsharded_step: UnshardedStep) -> int:
 def watched(
     args: argparse.Namespace, trainer: Trainer, engine: PipelinedGradients, number: int, name: str
 ) -> dict[str, float]:
-    """Run one more step, eager, with events around everything: the bubble of this rank. Rank 0 draws the picture."""
+    """Run one more step, eager, with events around everything: the bubble of this rank. Rank 0 writes the trace."""
     trainer.optimizer.zero_grad(set_to_none=True)
     dist.barrier()
     torch.cuda.synchronize()
@@ -328,10 +328,9 @@ def watched(
     all_records: list[Any] = [None] * trainer.mesh.pp
     dist.all_gather_object(all_records, records, group=trainer.mesh.pipeline)
     everything = [r for ranks in all_records for r in ranks]
-    if dist.get_rank() == 0 and args.pictures:
+    if dist.get_rank() == 0 and args.traces:
         stem = results_folder() / f"pipeline-{name.replace(', ', '-').replace(' ', '-')}"
         Path(f"{stem}.trace.json").write_text(trace_json(everything))
-        draw(everything, Path(f"{stem}.png"), name)
     return {"bubble": bubble(everything)[trainer.mesh.pp_rank]}
 
 
@@ -459,7 +458,7 @@ def main() -> None:
     parser.add_argument(
         "--in-turn", action="store_true", help="keep a model's arms in memory together and let their steps take turns"
     )
-    parser.add_argument("--pictures", action="store_true", help="draw each arm's pipeline, and write a Perfetto trace")
+    parser.add_argument("--traces", action="store_true", help="write a Perfetto trace of each arm")
     parser.add_argument("--name", default="pipeline")
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []

@@ -1,16 +1,10 @@
-"""Two ranks by hand: idle shares, the trace's events, and the picture."""
+"""Two ranks by hand: idle shares and the trace's events."""
 
 import json
-import struct
-import sys
-from collections import Counter
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-from forebay.errors import UsageError
-from forebay.pipeline.activity import ActionRecord, bubble, draw, trace_json
+from forebay.pipeline.activity import ActionRecord, bubble, trace_json
 
 GIB = 2**30
 # Rank 0 computes 0-1, 1-2, 5-8 and 8-10 of 10 ms, rank 1 computes 1-2, 2-5 and 4.5-6 (beside the one before) of them.
@@ -25,10 +19,6 @@ RECORDS = [
     ActionRecord(1, "I", "1I0", 102.0, 105.0, 1 * GIB),
     ActionRecord(1, "W", "1W0", 104.5, 106.0, 0),
 ]
-
-
-def size(png: Path) -> tuple[int, ...]:
-    return struct.unpack(">II", png.read_bytes()[16:24])
 
 
 def test_bubbles() -> None:
@@ -56,35 +46,3 @@ def test_trace() -> None:
     assert {"ph": "X", "name": "0SEND_F0", "cat": "SEND_F", "ts": 1000.0, "dur": 500.0, "pid": 0, "tid": 1} in ran
     memory = [(e["ts"], e["args"]["bytes"]) for e in events if e["ph"] == "C" and e["pid"] == 0]
     assert memory == [(1000.0, GIB), (1500.0, GIB), (2000.0, 2 * GIB), (8000.0, 2 * GIB), (10000.0, 0)]
-
-
-def test_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its size follows the ranks, and numbers are drawn where they fit."""
-    axes = pytest.importorskip("matplotlib.axes").Axes
-    texts: list[str] = []
-    colors: list[str] = []
-    original, boxes = axes.text, axes.broken_barh
-    monkeypatch.setattr(axes, "text", lambda self, x, y, s, **more: (texts.append(s), original(self, x, y, s, **more)))
-
-    def colored(self: Any, *place: Any, facecolors: str, **more: Any) -> None:
-        colors.append(facecolors)
-        boxes(self, *place, facecolors=facecolors, **more)
-
-    monkeypatch.setattr(axes, "broken_barh", colored)
-    draw(RECORDS, tmp_path / "two.png", "a title")
-    assert sorted(Counter(colors).values()) == [1, 1, 2, 2, 4]  # I, W, B and transfers; F, also of the overlap
-    assert sorted(texts) == ["0", "0", "0", "0", "1", "1", "1", "12"]
-    assert size(tmp_path / "two.png") == (1600, 410 + 2 * 50)
-    # More is drawn than a blank canvas: without the last action, the picture differs.
-    draw(RECORDS[:-1], tmp_path / "less.png", "a title")
-    assert (tmp_path / "less.png").read_bytes() != (tmp_path / "two.png").read_bytes()
-    texts.clear()
-    more = [ActionRecord(rank, "F", "0F2", 5000, 5010, 0) for rank in range(8)]  # 10 of 4910 ms are 3 pixels
-    draw([*RECORDS, *more], tmp_path / "eight.png")
-    assert size(tmp_path / "eight.png") == (1600, 410 + 8 * 50) and texts == []
-
-
-def test_without_matplotlib(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(UsageError, match=r"needs matplotlib, which is not installed: pip install 'forebay\[plot\]'"):
-        draw(RECORDS, tmp_path / "none.png")

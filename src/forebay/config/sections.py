@@ -270,7 +270,7 @@ class Log:
     )
     progress: str = key("auto", "The progress line; 'auto' shows it on a terminal.", choices=("auto", "on", "off"))
     timeline: int = key(
-        0, "Step of which pipeline.png and pipeline.json show what each pipeline rank ran; 0 is none.", low=0
+        0, "Step of which pipeline.json and the report's page show what each pipeline rank ran; 0 is none.", low=0
     )
     profile: bool = key(
         False,

@@ -1,8 +1,8 @@
-"""Actions that the ranks of a pipeline ran in a step: a recorder, a picture, a Perfetto trace, and each rank's idle share.
+"""Actions that the ranks of a pipeline ran in a step: a recorder, a Perfetto trace, and each rank's idle share.
 
 Input: the runtime's calls around each action (`ActionRecorder`), then the `ActionRecord`s of all ranks on one clock.
-Output: fractions (`bubble`), Chrome trace JSON (`trace_json`) and a PNG (`draw`). `ActionRecorder` owns the CUDA events of
-one step; the functions need no device.
+Output: fractions (`bubble`) and Chrome trace JSON (`trace_json`), which `forebay report` draws. `ActionRecorder` owns the CUDA
+events of one step; the functions need no device.
 """
 
 from __future__ import annotations
@@ -12,12 +12,10 @@ import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 
-from forebay.errors import UsageError
 from forebay.pipeline.schedule import BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT, COMPUTE, FORWARD, Action
 
 MEANING: Mapping[str, str] = {
@@ -26,16 +24,7 @@ MEANING: Mapping[str, str] = {
     BACKWARD_INPUT: "backward of the input",
     BACKWARD_WEIGHT: "backward of the weights",
 }
-_COLORS: Mapping[str, str] = {
-    FORWARD: "#4c8dd6",
-    BACKWARD: "#3a9d5d",
-    BACKWARD_INPUT: "#8fcf9f",
-    BACKWARD_WEIGHT: "#e3b23c",
-}
-_OTHER = "#9a9a9a"  # sends and receives
 _PART = re.compile(r"(\d+)([A-Z_]+?)(\d+)(?![0-9])")  # "0F3": stage, kind, microbatch
-_DPI, _WIDTH, _ROW, _MEMORY, _AROUND = 100, 16.0, 0.5, 2.6, 1.5  # inches; the picture's height depends on the ranks
-_CHARACTER = 7.0  # pixels of a digit in the boxes' font
 
 
 @dataclass(frozen=True)
@@ -107,78 +96,6 @@ def _tracks(rank: int) -> list[dict[str, Any]]:
         ("thread_name", 1, {"name": "communication"}),
     ]
     return [{"ph": "M", "name": name, "pid": rank, "tid": tid, "args": args} for name, tid, args in named]
-
-
-def draw(records: Iterable[ActionRecord], path: Path, title: str = "") -> None:
-    """Write a picture as PNG, 1600 pixels wide, and 410 high plus 50 for every rank.
-
-    Above, a row for each rank with a box for each action, and its microbatch's number where it fits. An overlapped forward
-    and backward is one box in two parts. White numbers are of a rank's first stage, black ones of its others. Below, the
-    memory of every rank over time.
-
-    Raises:
-        ValueError: as `bubble`.
-        UsageError: matplotlib is not installed.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        advice = "a picture of the pipeline needs matplotlib, which is not installed: pip install 'forebay[plot]'"
-        raise UsageError(advice) from error
-    ranks = _by_rank(records)
-    begin, end = _span(ranks)
-    span = (end - begin) or 1.0
-    figure = Figure(figsize=(_WIDTH, _AROUND + _MEMORY + _ROW * len(ranks)), dpi=_DPI, layout="constrained")
-    rows, memory = figure.subplots(2, 1, sharex=True, height_ratios=(_ROW * len(ranks) + 0.4, _MEMORY))
-    rows.set_xlim(0.0, span)
-    per_ms = _WIDTH * _DPI * 0.93 / span  # pixels; the rest of the width has the axis' labels
-    for row, ran in enumerate(ranks.values()):
-        _draw_row(rows, row, ran, begin, per_ms)
-    _label_rows(rows, ranks)
-    _draw_memory(memory, ranks, begin)
-    rows.set_title(title, loc="left")
-    figure.savefig(path, format="png")
-
-
-def _draw_row(axes: Any, row: int, ran: Sequence[ActionRecord], begin: float, per_ms: float) -> None:
-    """A box for each computation, cut into two for an overlap; transfers are a line below the computation beside them."""
-    first = min(stage for record in ran for _, stage, _ in record.parts())
-    for record in ran:
-        span = (record.start_ms - begin, record.end_ms - record.start_ms)
-        if record.kind not in COMPUTE:
-            axes.broken_barh([span], (row + 0.92, 0.08), facecolors=_OTHER, edgecolors="white", linewidth=0.4)
-            continue
-        parts = record.parts()
-        height = 0.8 / len(parts)
-        for n, (kind, stage, microbatch) in enumerate(parts):
-            low, text = row + (0.1 + n * height), str(microbatch)
-            axes.broken_barh([span], (low, height), facecolors=_COLORS[kind], edgecolors="white", linewidth=0.4)
-            if len(text) * _CHARACTER <= span[1] * per_ms:
-                middle = span[0] + span[1] / 2, low + height / 2
-                color = "white" if stage == first else "black"
-                axes.text(*middle, text, ha="center", va="center", fontsize=7, color=color)
-
-
-def _label_rows(axes: Any, ranks: Mapping[int, Sequence[ActionRecord]]) -> None:
-    from matplotlib.patches import Patch
-
-    idle = bubble(record for ran in ranks.values() for record in ran)
-    names = [f"rank {rank}\n{idle[rank]:.1%} idle" for rank in ranks]
-    axes.set_yticks([row + 0.5 for row in range(len(ranks))], names, fontsize=7)
-    axes.set_ylim(len(ranks), 0)
-    kinds = [Patch(color=_COLORS[kind], label=meaning) for kind, meaning in MEANING.items()]
-    axes.legend(handles=[*kinds, Patch(color=_OTHER, label="other")], loc="lower right", ncols=5, fontsize=7,
-                bbox_to_anchor=(1.0, 1.0), frameon=False)  # fmt: skip
-
-
-def _draw_memory(axes: Any, ranks: Mapping[int, Sequence[ActionRecord]], begin: float) -> None:
-    for rank, ran in ranks.items():
-        ordered = sorted(ran, key=lambda record: record.end_ms)
-        times = [record.end_ms - begin for record in ordered]
-        axes.step(times, [r.memory_bytes / 2**30 for r in ordered], where="post", linewidth=1, label=f"rank {rank}")
-    axes.set_ylabel("memory, GiB")
-    axes.set_xlabel("ms")
-    axes.legend(fontsize=7, ncols=2, loc="upper right")
 
 
 def _by_rank(records: Iterable[ActionRecord]) -> dict[int, list[ActionRecord]]:

@@ -3,9 +3,9 @@
 Input: a `Config` and what to resume. Output: a `Start`. A run never writes into the folder of another run: it takes the first of
 NAME, NAME-2, NAME-3, ... that holds none (or, with "auto", that it was stopped in), and a `FolderLock` keeps out a second run
 that starts at the same time. The files about a `Trainer` are ``result.json``, what each pipeline rank held and where its saved
-bytes waited; ``profile.json`` (with `log.profile`), what a forward pass saves; ``pipeline.json`` and ``pipeline.png`` (with
-`log.timeline`), what each pipeline rank ran in one step. They describe the first process of each stage, whose shards are the
-largest. All processes call `watch_step`, `held_by_rank` and `profile_forward`; the main one writes. Nothing is kept.
+bytes waited; ``profile.json`` (with `log.profile`), what a forward pass saves; ``pipeline.json`` (with `log.timeline`), what each
+pipeline rank ran in one step. They describe the first process of each stage, whose shards are the largest. All processes call
+`watch_step`, `held_by_rank` and `profile_forward`; the main one writes. Nothing is kept.
 """
 
 import json
@@ -22,7 +22,7 @@ from forebay.config import Config
 from forebay.errors import RunError, UsageError
 from forebay.memory.step import StepReport
 from forebay.memory.storage import local
-from forebay.pipeline.activity import ActionRecord, ActionRecorder, bubble, draw, trace_json
+from forebay.pipeline.activity import ActionRecord, ActionRecorder, bubble, trace_json
 from forebay.train import checkpoint, restore
 from forebay.train.distributed import Mesh
 from forebay.train.durable import LOCK, FolderLock, holder, make_folder, replace_text
@@ -224,26 +224,21 @@ def watch_step(trainer: Trainer, step: Callable[[], T]) -> tuple[T, list[ActionR
 
 
 def write_timeline(records: list[ActionRecord], folder: Path, title: str) -> str:
-    """Write ``pipeline.json`` (a Perfetto trace) and, if matplotlib is installed, ``pipeline.png``; returns a line for the log.
+    """Write ``pipeline.json``, a Perfetto trace, which `forebay report` draws; returns a line for the log.
 
     Raises:
-        RunError: the files cannot be written.
+        RunError: the file cannot be written.
         ValueError: there are no records.
     """
-    trace, picture, missing = folder / "pipeline.json", folder / "pipeline.png", ""
+    trace = folder / "pipeline.json"
     try:
         replace_text(trace, trace_json(records))
-        try:
-            draw(records, picture, title)
-        except UsageError as error:
-            missing = f"; {error}"
     except OSError as error:
         raise RunError(
             f"the timeline cannot be written into {folder}: {error.strerror}; leave log.timeline out"
         ) from error
-    files = f"{trace}" if missing else f"{picture}, {trace}"
     idle = ", ".join(f"{share:.1%} of rank {rank}" for rank, share in bubble(records).items())
-    return f"timeline of {title}: {files}; idle {idle}{missing}"
+    return f"timeline of {title}: {trace}, which forebay report {folder} draws; idle {idle}"
 
 
 def machine(mesh: Mesh) -> dict[str, Any]:

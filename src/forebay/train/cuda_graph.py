@@ -20,21 +20,12 @@ import torch
 from torch import Tensor
 
 from forebay.kernels.flags import Flags
-from forebay.managed import Managed
-from forebay.models.router import RouterStats
-from forebay.moe.dispatch import TokenDispatcher
-from forebay.train.distributed import Mesh
-from forebay.train.unsharded_step import UnshardedStep
 
 Microbatches = Sequence[tuple[Tensor, Tensor]]
 Body = Callable[[Microbatches, Tensor], tuple[Tensor, ...]]
-# Seconds within which the first replay of a graph has to end, and its share of the time that processes wait for each other: one
-# whose replay ended waits in a collective until the others have waited for theirs, and once more that long to make it end.
-_ENDS, _ENDS_SHARE = 300.0, 0.4
 # Steps before the capture: the first sizes page stores, the second uses memory of that size, the third is warm.
 _CALLS = 3
 _REPLAYS = 2  # replays of a timed graph before its times are read: the first one uploads the graph
-_TIMED = 3  # timed graphs: the first one's plan rests on the times of calls, the others' on those of the graph before
 
 
 @dataclass(frozen=True)
@@ -89,7 +80,7 @@ class CudaGraphStep:
         timed_graphs: int = 0,
         plan_again: Callable[[], None] = lambda: None,
         flags: Sequence[Flags] = (),
-        ends: float = _ENDS,
+        ends: float = 300.0,
         forget: Callable[[], None] = lambda: None,
     ):
         self.eager_reason: str | None = None
@@ -277,47 +268,6 @@ class CudaGraphStep:
             for flags in self._flags:
                 flags.open()
             time.sleep(0.1)
-
-
-def cuda_graph_step(
-    body: Body,
-    unsharded: UnshardedStep,
-    router: RouterStats | None,
-    memory: Managed,
-    mesh: Mesh,
-    flags: Flags | None,
-    timeout: float,
-    dispatcher: TokenDispatcher | None,
-    timed: bool = False,
-) -> CudaGraphStep:
-    """A CUDA graph step for an engine whose `body` leaves gradients and the routers' counts.
-
-    Args:
-        flags: of the engine's own streams.
-        timeout: seconds that processes wait for each other in a collective.
-        dispatcher: of the body; None if it dispatches nothing.
-        timed: whether `memory` plans by the times of steps on any process.
-    """
-    unsharded.keep_weights()
-    states = [StepState(unsharded.take_gradients, unsharded.put_gradients)]
-    if router is not None:
-        states.append(StepState(router.take_counts, router.add_counts))
-    pages = memory.pages
-    return CudaGraphStep(
-        body,
-        states,
-        mesh.device,
-        lambda: 0 if pages is None else pages.generation,
-        mesh.all,
-        ready=lambda: memory.settled,
-        around=memory.manager.capturing,
-        timed_graphs=_TIMED if timed else 0,
-        plan_again=memory.manager.plan_again,
-        flags=[memory.manager.store.lanes.flags, *([flags] if flags is not None else [])],
-        ends=min(_ENDS, _ENDS_SHARE * timeout),
-        # A process whose graph did not go on was late for the others.
-        forget=dispatcher.clear_lost if dispatcher is not None else lambda: None,
-    )
 
 
 def _clear_workspaces() -> None:

@@ -9,8 +9,9 @@ parameters and modules.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from forebay.config import Config
 from forebay.errors import UsageError
+from forebay.kernels.flags import Flags
 from forebay.managed import Managed
 from forebay.models.families import keep_part
 from forebay.models.router import RouterStats, balance_loss
@@ -28,18 +30,43 @@ from forebay.pipeline.p2p import DistLinks, Links, confirmed_by, neighbors
 from forebay.pipeline.partition import Partition
 from forebay.pipeline.runtime import OverlappedStep, PipelineRuntime, Stage, StageBalance, Watcher
 from forebay.pipeline.schedule import BACKWARD_WEIGHT, FORWARD, Action, PipelinePlan, forward_plan, make_plan
-from forebay.train.cuda_graph import CudaGraphStep, Microbatches, cuda_graph_step
+from forebay.train.cuda_graph import CudaGraphStep, Microbatches, StepState
 from forebay.train.distributed import Mesh
 from forebay.train.unsharded_step import DeferredExperts, UnshardedStep
+
+_TIMED_GRAPHS = (
+    3  # timed graphs: the first one's plan rests on the times of calls, the others' on those of the graph before
+)
+# Seconds within which the first replay of a graph has to end, and its share of the time that processes wait for each other: one
+# whose replay ended waits in a collective until the others have waited for theirs, and once more that long to make it end.
+_REPLAY_ENDS, _REPLAY_SHARE = 300.0, 0.4
+
+
+@dataclass(frozen=True)
+class EngineParts:
+    """What an engine works with.
+
+    Attributes:
+        model: a `*ForCausalLM`, or this pipeline rank's part of it, under the manager `memory`.
+        router: counts the routers' choices; None for a dense model.
+        balance: coefficient of the load-balancing loss.
+        dispatcher: token dispatcher of the experts; None for a dense model.
+    """
+
+    model: Any
+    memory: Managed
+    config: Config
+    mesh: Mesh
+    router: RouterStats | None
+    balance: float
+    dispatcher: TokenDispatcher | None
 
 
 class GradientEngine:
     """Base of the engines: gathers parameters, calls or replays the step, and reduces gradients.
 
     Args:
-        model: a `*ForCausalLM`, or this pipeline rank's part of it, under a manager.
-        cut: the same model as an engine runs it.
-        router: counts the routers' choices; None for a dense model.
+        cut: the model as an engine runs it.
 
     Attributes:
         cuda_graph: the CUDA graph of a step; None if steps are always called.
@@ -52,10 +79,10 @@ class GradientEngine:
     cuda_graph: CudaGraphStep | None = None
     watcher: Watcher | None = None
 
-    def __init__(self, model: Any, cut: CutModel, config: Config, mesh: Mesh, router: RouterStats | None):
-        self._cut, self._device, self._router = cut, mesh.device, router
-        self._unsharded = UnshardedStep(model, cut, config.step.reshard)
-        self._deferred = DeferredExperts(model)
+    def __init__(self, parts: EngineParts, cut: CutModel):
+        self._parts, self._cut, self._device, self._router = parts, cut, parts.mesh.device, parts.router
+        self._unsharded = UnshardedStep(parts.model, cut, parts.config.step.reshard)
+        self._deferred = DeferredExperts(parts.model)
         self._deferred.store.sums = self._unsharded.expert_sum
 
     def __call__(self, microbatches: Microbatches, count: Tensor | int, parts: int) -> tuple[Tensor, Tensor]:
@@ -72,7 +99,7 @@ class GradientEngine:
         Raises:
             RuntimeError: there is a CUDA graph, and gradients of another step.
         """
-        self._set_parts(parts)
+        self._share_balance(parts)
         graph = self.cuda_graph
         run: Any = self._run if graph is None or self.watcher is not None else graph
         step = partial(self._with_gathered, run, microbatches, count)
@@ -123,7 +150,43 @@ class GradientEngine:
         imbalance = self._finish()
         return losses.sum() if losses is not None else torch.zeros((), device=self._device), imbalance
 
-    def _set_parts(self, parts: int) -> None:
+    def _capture(self, flags: Flags, times_offloads: bool = False) -> None:
+        """Capture steps from now on, if the configuration says so.
+
+        Args:
+            flags: of the engine's own streams.
+            times_offloads: whether the manager plans by the times of steps on any process.
+        """
+        config, mesh, memory, dispatcher = (
+            self._parts.config,
+            self._parts.mesh,
+            self._parts.memory,
+            self._parts.dispatcher,
+        )
+        if not captures(config, mesh):
+            return
+        self._unsharded.keep_weights()
+        states = [StepState(self._unsharded.take_gradients, self._unsharded.put_gradients)]
+        if self._router is not None:
+            states.append(StepState(self._router.take_counts, self._router.add_counts))
+        pages = memory.pages
+        self.cuda_graph = CudaGraphStep(
+            self._run,
+            states,
+            mesh.device,
+            lambda: 0 if pages is None else pages.generation,
+            mesh.all,
+            ready=lambda: memory.settled,
+            around=memory.manager.capturing,
+            timed_graphs=_TIMED_GRAPHS if times_offloads else 0,
+            plan_again=memory.manager.plan_again,
+            flags=[memory.manager.store.lanes.flags, flags],
+            ends=min(_REPLAY_ENDS, _REPLAY_SHARE * config.parallel.timeout),
+            # A process whose graph did not go on was late for the others.
+            forget=dispatcher.clear_lost if dispatcher is not None else lambda: None,
+        )
+
+    def _share_balance(self, parts: int) -> None:
         """Divide the load balance of the next step by this number of microbatches."""
         raise NotImplementedError
 
@@ -139,37 +202,22 @@ class GradientEngine:
 class OverlappedGradients(GradientEngine):
     """Hides the communication of each microbatch behind the computation of another one, on a model without pipeline stages.
 
-    Args:
-        memory: manager of the model, with all regions kept.
-        balance: coefficient of the load-balancing loss.
-        dispatcher: token dispatcher of the experts; None for a dense model.
+    The manager keeps all regions.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        memory: Managed,
-        config: Config,
-        mesh: Mesh,
-        router: RouterStats | None,
-        balance: float,
-        dispatcher: TokenDispatcher | None,
-    ):
-        cut = CutModel(model, memory)
-        super().__init__(model, cut, config, mesh, router)
-        self._balance, self._parts = balance, 1
+    def __init__(self, parts: EngineParts):
+        cut = CutModel(parts.model, parts.memory)
+        super().__init__(parts, cut)
+        self._share = 1
         self._imbalance: list[Tensor] = []
-        routers = self._balance_of if router is not None else None
+        routers = self._balance_of if parts.router is not None else None
         self._step = OverlappedStep(
-            cut.layers, cut.prologue, cut.epilogue, mesh.device, routers=routers, weights=self._deferred.store
+            cut.layers, cut.prologue, cut.epilogue, self._device, routers=routers, weights=self._deferred.store
         )
-        if captures(config, mesh):
-            self.cuda_graph = cuda_graph_step(
-                self._run, self._unsharded, router, memory, mesh, self._step.flags, config.parallel.timeout, dispatcher
-            )
+        self._capture(self._step.flags)
 
-    def _set_parts(self, parts: int) -> None:
-        self._parts = parts
+    def _share_balance(self, parts: int) -> None:
+        self._share = parts
 
     def _execute(self, work: list[Microbatch]) -> Tensor:
         self._imbalance = []
@@ -179,10 +227,10 @@ class OverlappedGradients(GradientEngine):
         return torch.stack(self._imbalance).sum() if self._imbalance else torch.zeros((), device=self._device)
 
     def _balance_of(self, router_outputs: list[tuple[Tensor, Tensor]]) -> Tensor:
-        with torch.set_grad_enabled(self._balance != 0):
-            imbalance = balance_loss(router_outputs).float() / self._parts
+        with torch.set_grad_enabled(self._parts.balance != 0):
+            imbalance = balance_loss(router_outputs).float() / self._share
         self._imbalance.append(imbalance.detach())
-        return self._balance * imbalance
+        return self._parts.balance * imbalance
 
 
 def captures(config: Config, mesh: Mesh) -> bool:
@@ -217,8 +265,6 @@ class PipelinedGradients(GradientEngine):
     """Runs the stages of this pipeline rank.
 
     Args:
-        balance: coefficient of the load-balancing loss.
-        dispatcher: token dispatcher of the experts; None for a dense model.
         plan, partition: actions of a step, and layers by stage.
         experts: of a MoE layer, over all processes; 0 for a dense model.
 
@@ -226,38 +272,22 @@ class PipelinedGradients(GradientEngine):
         ran: actions of the last step, in the order in which they ran.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        memory: Managed,
-        config: Config,
-        mesh: Mesh,
-        router: RouterStats | None,
-        balance: float,
-        dispatcher: TokenDispatcher | None,
-        plan: PipelinePlan,
-        partition: Partition,
-        experts: int,
-    ):
+    def __init__(self, parts: EngineParts, plan: PipelinePlan, partition: Partition, experts: int):
+        config, mesh, memory = parts.config, parts.mesh, parts.memory
         assert mesh.pipeline is not None
-        cut = CutModel(model, memory, getattr(torch, config.model.compute or config.model.dtype))
-        super().__init__(model, cut, config, mesh, router)
+        super().__init__(
+            parts, CutModel(parts.model, memory, getattr(torch, config.model.compute or config.model.dtype))
+        )
         self.plan, self.partition, self.ran = plan, partition, list[Action]()
         self._rank, self._memory = mesh.pp_rank, memory
         confirmed = confirmed_by(plan, mesh.pp_rank)
         self._links: Links = DistLinks(mesh.pipeline, neighbors(plan.ranks), mesh.device, mesh.pipelines, confirmed)
-        self._balance = StageBalance(experts, balance, mesh.device) if experts else None
+        self._balance = StageBalance(experts, parts.balance, mesh.device) if experts else None
         self._stages = {s: self._stage(s) for s in plan.stages(mesh.pp_rank)}
         memory.manager.follow(self._backward_order(), steady=not config.step.reshard)
         self._runtime = self._runtime_of(plan)
         self._forward_runtime: PipelineRuntime | None = None
-        if captures(config, mesh):
-            policy = config.memory.policy
-            offloads = "offload" in (policy.values() if isinstance(policy, Mapping) else (policy,))
-            flags = self._runtime.context.flags
-            self.cuda_graph = cuda_graph_step(
-                self._run, self._unsharded, router, memory, mesh, flags, config.parallel.timeout, dispatcher, offloads
-            )
+        self._capture(self._runtime.context.flags, times_offloads="offload" in config.memory.placements)
 
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
@@ -286,7 +316,7 @@ class PipelinedGradients(GradientEngine):
         finally:
             self._runtime.stages, self.watcher = before, None
 
-    def _set_parts(self, parts: int) -> None:
+    def _share_balance(self, parts: int) -> None:
         if self._balance is not None:
             self._balance.scale = 1 / parts
 

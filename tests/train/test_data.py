@@ -242,7 +242,7 @@ def test_a_configuration_with_a_mixture_survives_json(tmp_path: Path) -> None:
 
 def test_prepare_writes_shards_that_a_run_reads(tmp_path: Path) -> None:
     data, train = mixture(tmp_path, a=1, b=3), Train(steps=10, batch=4, sequence=20)
-    first, second = prepare(data, train, tmp_path / "out")
+    first, second = prepare(data, train, tmp_path / "out", lambda _: None)
     assert first.startswith("a (25.00% of the tokens): text: 1 file") and f"in {tmp_path}/out/a" in first
     assert "1.03 epochs in train.steps = 10" in second
     from_texts = load_mixture(data, load_tokenizer("bytes"))

@@ -215,11 +215,11 @@ def _peak_tag(level: Level, place: float, y: Scale) -> Html:
     return tag("span", tag("b", format_bytes(level.total)), class_=f"tag {side}".strip(), style=style)
 
 
-def thinned(levels: Sequence[Level], most: int = COLUMNS) -> list[Level]:
-    """At most `most` levels in their order: of neighbors the highest, so that no peak is lost."""
-    if len(levels) <= most:
+def thinned(levels: Sequence[Level]) -> list[Level]:
+    """At most `COLUMNS` levels in their order: of neighbors the highest, so that no peak is lost."""
+    if len(levels) <= COLUMNS:
         return list(levels)
-    cuts = [n * len(levels) // most for n in range(most + 1)]
+    cuts = [n * len(levels) // COLUMNS for n in range(COLUMNS + 1)]
     return [max(levels[a:b], key=lambda level: level.total) for a, b in pairwise(cuts)]
 
 

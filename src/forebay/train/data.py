@@ -191,14 +191,16 @@ class Mixture:
         return hashlib.sha256(json.dumps(known).encode()).hexdigest()
 
     @property
+    def labels(self) -> list[str]:
+        """The name and the share of each corpus, before its description; "" without a mixture."""
+        named_shares = zip(self.names, self.shares, strict=True)
+        return [f"{name} ({share / WHOLE:.2%} of the tokens): " if name else "" for name, share in named_shares]
+
+    @property
     def description(self) -> str:
         """Size and source of the data, for the log."""
-        if len(self.corpora) == 1:
-            return self.corpora[0].description
-        return "; ".join(
-            f"{name} ({share / WHOLE:.2%} of the tokens): {corpus.description}"
-            for name, corpus, share in zip(self.names, self.corpora, self.shares, strict=True)
-        )
+        found = zip(self.labels, self.corpora, strict=True)
+        return "; ".join(f"{label}{corpus.description}" for label, corpus in found)
 
     def batches(self, data: Data, train: Train, world: World) -> tuple[Batches, Batches | None]:
         """Batches of the training data, and of the validation data if there is an evaluation.
@@ -223,8 +225,18 @@ class Mixture:
         return training, of(cut, len, "validation data") if train.eval_every else None
 
 
-def load_mixture(data: Data, tokenizer: Tokenizer) -> Mixture:
-    """All corpora of `data`, from the cache if they are there.
+def load_mixture(
+    data: Data,
+    tokenizer: Tokenizer,
+    out: Path | None = None,
+    say: Callable[[str], None] = lambda _: None,
+    hashed: bool = False,
+) -> Mixture:
+    """All corpora of `data`, which are written first if they are not there.
+
+    Args:
+        out: folder in which each corpus of a mixture has a folder; None is the cache.
+        say, hashed: as for `load_corpus`.
 
     Raises:
         UsageError, RunError: as `load_corpus`, with the name in the mixture; a weight that is too small.
@@ -234,34 +246,26 @@ def load_mixture(data: Data, tokenizer: Tokenizer) -> Mixture:
     corpora = []
     for name, source in sources.items():
         with named(name):
-            corpora.append(load_corpus(source, data, tokenizer))
+            corpora.append(load_corpus(source, data, tokenizer, None if out is None else out / name, say, hashed))
     return Mixture(tuple(sources), tuple(corpora), shares)
 
 
-def prepare(
-    data: Data, train: Train, out: Path | None = None, say: Callable[[str], None] = lambda _: None
-) -> list[str]:
+def prepare(data: Data, train: Train, out: Path | None, say: Callable[[str], None]) -> list[str]:
     """Write all shards that `data` needs, and compare them with their hashes. Returns a line for each corpus.
 
     Args:
-        out: folder of the shards, in which each corpus of a mixture has a folder; None writes into the cache.
-        say: shows a line of progress.
+        out, say: as for `load_mixture`.
 
     Raises:
         UsageError, RunError: as `load_mixture` and `Mixture.batches`; `out` holds other shards.
     """
-    tokenizer, sources = load_tokenizer(data.tokenizer), data.sources()
-    corpora = []
-    for name, source in sources.items():
-        with named(name):
-            folder = None if out is None else out / name
-            corpora.append(load_corpus(source, data, tokenizer, folder, say, hashed=True))
-    mixture = Mixture(tuple(sources), tuple(corpora), shares_of([source.weight for source in sources.values()]))
+    mixture = load_mixture(data, load_tokenizer(data.tokenizer), out, say, hashed=True)
     batches, _ = mixture.batches(data, train, ALONE)
     lines = []
-    for name, corpus, share, windows in zip(sources, corpora, mixture.shares, batches.windows, strict=True):
+    for label, corpus, share, windows in zip(
+        mixture.labels, mixture.corpora, mixture.shares, batches.windows, strict=True
+    ):
         epochs = train.steps * train.batch * share / WHOLE / windows.count
-        label = f"{name} ({share / WHOLE:.2%} of the tokens): " if name else ""
         lines.append(
             f"{label}{corpus.description}, {epochs:.2f} epochs in train.steps = {train.steps}; in {corpus.folder}"
         )

@@ -94,11 +94,7 @@ def train(
     with (
         StopRequest().listening() as stop,
         FolderLock() as lock,
-        _join(config, world) as mesh,
-        _reported_once(mesh),
-        _heartbeat(config, mesh, advice) as heart,
-        _advising_memory(mesh, what_fits),
-        _naming_lost(heart, advice),
+        _joined(config, world, advice, what_fits) as mesh,
     ):
         path = fast_path_of(config, mesh)
         config = path.config
@@ -116,16 +112,14 @@ def profile(config: Config, partition: Callable[[], Partition] | None = None) ->
         partition: as for `train`.
 
     Raises:
+        DoesNotFit: the device or the host ran out of memory.
         ReportedElsewhere: the profile failed and another process reports why.
         UsageError, RunError: as their messages say; the former also for `parallel.pp` of 1.
     """
     world = World.of_environment()
     check_world(config, world.size)
     with (
-        _join(config, world) as mesh,
-        _reported_once(mesh),
-        _heartbeat(config, mesh, lambda: "nothing was written") as heart,
-        _naming_lost(heart, lambda: "nothing was written"),
+        _joined(config, world, lambda: "nothing was written") as mesh,
         Trainer(config, mesh, None if partition is None else mesh.on_main(partition)) as trainer,
     ):
         return profile_ranks(trainer)
@@ -156,6 +150,26 @@ def _join(config: Config, world: World) -> Mesh:
     at = f" at {os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     with ending_after(config.parallel.timeout, str(not_found(world, config.parallel.timeout, at))):
         return Mesh.open(config, world)
+
+
+@contextmanager
+def _joined(
+    config: Config, world: World, advice: Callable[[], str], what_fits: Callable[[int], str] | None = None
+) -> Iterator[Mesh]:
+    """Context with all processes of a run, which watch each other. One of them reports a failure, and names a lost process.
+
+    Args:
+        advice: what the message of a lost process adds.
+        what_fits: as for `train`.
+    """
+    with (
+        _join(config, world) as mesh,
+        _reported_once(mesh),
+        _heartbeat(config, mesh, advice) as heart,
+        _advising_memory(mesh, what_fits),
+        _naming_lost(heart, advice),
+    ):
+        yield mesh
 
 
 @contextmanager

@@ -94,7 +94,7 @@ def held(device: str, mem: Any) -> int:
         for t in gc.get_objects()
         if type(t) in (torch.Tensor, torch.nn.Parameter)
     }
-    return sum(storages.values()) + mem.ledger.live_bytes
+    return sum(storages.values()) + mem.manager.store.live_bytes
 
 
 def main() -> None:
@@ -123,7 +123,7 @@ def main() -> None:
                     "way": name,
                     "rounds": options.rounds,
                     "growth bytes": growth,
-                    "live tickets": mem.ledger.live_tickets,
+                    "live tickets": mem.manager.store.live_tickets,
                     "planned bytes": mem.report().planned_bytes,
                 }
             )

@@ -50,7 +50,7 @@ from ep import force_balance
 from forebay import Managed
 from forebay.config import Config, from_mapping
 from forebay.estimate.layers import plan_layers
-from forebay.memory.host_store import timing_event
+from forebay.memory.host_store import external_event
 from forebay.memory.offload_plan import plan_interleaved
 from forebay.memory.recorder import requested
 from forebay.pipeline.activity import ActionRecorder, bubble, trace_json
@@ -396,7 +396,8 @@ class TransferMeter:
     def _around(self, pairs: list[tuple[Any, Any]], stream: Any, run: Callable[..., Any], args: Any) -> Any:
         if not self.on:
             return run(*args)
-        pair = (timing_event(), timing_event())
+        capturing = torch.cuda.is_current_stream_capturing()
+        pair = tuple(external_event() if capturing else torch.cuda.Event(enable_timing=True) for _ in range(2))
         pair[0].record(stream)
         result = run(*args)
         pair[1].record(stream)

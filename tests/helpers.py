@@ -1,10 +1,9 @@
-"""What tests ask of stores, pools and ledgers beyond their own interface, streams that are kept busy, and TOML."""
+"""What tests ask of stores and pools beyond their own interface, streams that are kept busy, and TOML."""
 
 import gc
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,22 +26,6 @@ def sent(store: Any, source: torch.Tensor) -> Any:
     ticket = store.new_ticket(source, store.lanes.compute_stream())
     store.send([ticket])
     return ticket
-
-
-@dataclass(frozen=True)
-class Holding:
-    """One live ticket: `call` counts the calls of its region since the last quiet moment (the microbatch, usually)."""
-
-    path: str
-    call: int
-    nbytes: int
-    state: str
-
-
-def holdings(ledger: Any) -> list[Holding]:
-    """Every live ticket, largest first."""
-    rows = [Holding(path, call, t.nbytes, t.state.value) for t, path, call in ledger._live()]
-    return sorted(rows, key=lambda row: -row.nbytes)
 
 
 def toml_table(values: Mapping[str, object]) -> str:

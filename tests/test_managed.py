@@ -376,7 +376,7 @@ def test_whole_layers_run_again_from_inputs_on_the_host(compile: bool, tokens):
     assert saved == {"offload": layers * tokens.numel() * SMALL["hidden_size"] * 4}, (
         "each layer's input and nothing else"
     )
-    assert managed.ledger.live_tickets == 0
+    assert managed.manager.store.live_tickets == 0
 
 
 def test_a_star_is_every_region_and_a_list_is_none(model, tokens):

@@ -66,7 +66,6 @@ class Managed:
 
     Attributes:
         manager: runs the regions and owns their store (see `forebay.memory.hooks.Manager`).
-        ledger: live tickets and bytes by region and call.
         sublayers: the sublayers of the decoder layers.
         pages: where stashed rows wait; None if nothing is stashed. Call its `end_step` after every step's last backward.
     """
@@ -82,7 +81,6 @@ class Managed:
         undo: ExitStack,
     ):
         self.manager = manager
-        self.ledger = manager.ledger
         self.sublayers = sublayers
         self.pages = pages
         self._model = model

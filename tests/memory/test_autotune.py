@@ -276,7 +276,7 @@ def planned() -> Autotuner:
     """Of a pipeline's rank, after its measured step."""
     tuner = Autotuner(HostStore(torch.device("cpu")), {"layer0": "offload"}, None, "fit", lambda *_: None, lambda: None)
     tuner._store.memory_rate = 4e12
-    tuner.recorder = Recorded(torch.device("cpu"), None, Peaks())
+    tuner.recorder = Recorded(torch.device("cpu"), tuner._store, None, Peaks())
     tuner.end_step()
     return tuner
 
@@ -410,7 +410,7 @@ def test_plans_change_between_steps_and_no_bit_of_the_results_does(monkeypatch: 
     model = network(count=4)
     mem = manage(model, "auto", budget=1 << 40)
     for step in range(16):
-        assert same(gradients(model), truth) and mem.ledger.live_tickets == 0
+        assert same(gradients(model), truth) and mem.store.live_tickets == 0
         if mem.plan is not None:
             script = scripts[0]
             assert mem.plan is script.plan and script.steps == min(step - 1, len(script.plans))
@@ -432,7 +432,7 @@ def test_auto_tries_plans_from_end_to_end(monkeypatch: pytest.MonkeyPatch) -> No
 
     def allocated(_: object) -> int:
         device.clock += 1.0
-        device.rises(mem.ledger.device_bytes, mem.ledger.device_bytes)
+        device.rises(mem.store.device_bytes, mem.store.device_bytes)
         return device.now
 
     monkeypatch.setattr(torch.cuda, "memory_allocated", allocated)

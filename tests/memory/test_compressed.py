@@ -11,8 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 import forebay
 from forebay.kernels.row_fp8 import decode_rows, encode_rows, encoded_width
-from forebay.memory.compressed import compress, expand, holds_rows
 from forebay.memory.host_store import CopyDone, HostStore, Traffic
+from forebay.memory.storage import compress, expand, holds_rows
 from tests.helpers import used_bytes
 from tests.memory.networks import manage, same
 from tests.models.conftest import build_tiny
@@ -96,7 +96,7 @@ def test_backward_reads_rounded_rows_and_everything_else_to_the_bit(
     mem = manage(model, "offload", device, offload="all", precision="fp8")
     for _ in range(3):
         found = gradients(model, device, passes=passes)
-        assert same(found, wanted) and mem.ledger.live_tickets == 0 and used_bytes(mem.store.pool) == 0
+        assert same(found, wanted) and mem.store.live_tickets == 0 and used_bytes(mem.store.pool) == 0
     assert torch.equal(found[0], exact[0]), "the forward pass computes as ever"
     assert not same(found[1:], exact[1:])
     for got, true in zip(found[1:], exact[1:], strict=True):

@@ -22,7 +22,7 @@ from forebay.memory.offload_plan import plan_interleaved
 from forebay.memory.step import Step
 from forebay.memory.timeline import Assignment, Plan, Timeline, simulate
 from forebay.policy import BudgetError, PolicyError
-from tests.helpers import holdings, used_bytes
+from tests.helpers import used_bytes
 from tests.memory.networks import ROWS, WIDTH, Block, gradients, manage, network, same
 from tests.ranks import run_ranks
 
@@ -46,7 +46,7 @@ def test_results_are_bitwise_those_of_the_unmanaged_model(policy: dict[str, str]
     mem = manage(model, policy, device, offload=offload)
     for seed in range(4):
         assert same(gradients(model, device, seed), truth[seed])
-        assert mem.ledger.live_tickets == 0 and used_bytes(mem.store.pool) == 0
+        assert mem.store.live_tickets == 0 and used_bytes(mem.store.pool) == 0
     if any("offload" in placement for placement in policy.values()):
         assert mem.plan is not None and mem.plan.planned_bytes > 0, "the test must have offloaded something"
     mem.detach()
@@ -61,12 +61,12 @@ def test_a_storage_is_stored_once_and_weights_never(device: str) -> None:
     unit = ROWS * WIDTH * 4
     # x (saved by up); h once, though saved through chunks and a transposed slice (2 units); sigmoid; the product; the
     # dropout mask; the dropped product; y before and after scaling; tanh. No weight and no buffer (`scale` is WIDTH * 4 bytes).
-    sizes = sorted(h.nbytes for h in holdings(mem.ledger))
+    sizes = sorted(h.nbytes for h in mem.store._live())
     assert sizes.count(2 * unit) == 1
     assert all(size in (ROWS * WIDTH, unit, 2 * unit) for size in sizes)
     del out
     gc.collect()
-    assert mem.ledger.live_tickets == 0
+    assert mem.store.live_tickets == 0
 
 
 class Views(nn.Module):
@@ -110,7 +110,7 @@ def test_several_forwards_before_their_backwards(device: str) -> None:
     model = network(device)
     mem = manage(model, "offload", device)
     for _ in range(4):
-        assert same(accumulate(model), truth) and mem.ledger.live_tickets == 0
+        assert same(accumulate(model), truth) and mem.store.live_tickets == 0
 
 
 def test_statistics_count_each_forward_once_however_late_the_rerun() -> None:
@@ -135,10 +135,10 @@ def test_backward_twice_through_one_graph_and_after_detach() -> None:
     assert torch.equal(torch.autograd.grad(out, x, retain_graph=True)[0], truth)
     mem.detach()
     assert torch.equal(torch.autograd.grad(out, x, retain_graph=True)[0], truth)
-    assert mem.ledger.live_tickets > 0, "retain_graph keeps the tickets"
+    assert mem.store.live_tickets > 0, "retain_graph keeps the tickets"
     del out
     gc.collect()
-    assert mem.ledger.live_tickets == 0
+    assert mem.store.live_tickets == 0
 
 
 def test_the_report_says_where_the_saved_bytes_are() -> None:
@@ -201,7 +201,7 @@ def test_nothing_is_left_behind(policy: dict[str, str], device: str) -> None:
     for way in [forward_only, no_grad, inference, exception, forward_forward_backward, backward_fails] * 3:
         way()
         gc.collect()
-        assert mem.ledger.live_tickets == 0, way.__name__
+        assert mem.store.live_tickets == 0, way.__name__
         assert used_bytes(mem.store.pool) == 0, way.__name__
     y = x.requires_grad_() * x
     assert y.grad_fn._saved_self.data_ptr() == x.data_ptr(), "no pack hook is active"  # type: ignore[union-attr]
@@ -248,7 +248,7 @@ def test_an_output_that_is_used_later_is_right() -> None:
         assert same(*found)  # type: ignore[arg-type]
     gc.collect()
     del y, aux
-    assert mem.ledger.live_tickets == 0
+    assert mem.store.live_tickets == 0
 
 
 class Leaf(nn.Module):
@@ -443,7 +443,7 @@ def test_a_plan_for_some_regions_holds_though_they_share_storages_with_the_other
     model, mem = offloading(monkeypatch, {"1"})
     plans = []
     for _ in range(5):
-        assert same(pipelined(model), truth) and mem.ledger.live_tickets == 0
+        assert same(pipelined(model), truth) and mem.store.live_tickets == 0
         plans.append(mem.plan)
     assert plans[0] is None and plans[1] is not None and all(plan is plans[1] for plan in plans[1:])
     assert mem.report().moved_bytes == plans[1].planned_bytes > 0
@@ -571,7 +571,7 @@ def test_a_caller_s_checkpoint_is_right_from_the_first_step(placement: str, reen
         assert all(same(gradients(model, seed=seed, run=run), truth[seed]) for seed in range(3))
     told = [str(w.message) for w in caught if "activation checkpointing" in str(w.message)]
     assert len(told) == (3 if "offload" in placement else 0), "each region that is not placed as asked says so once"
-    assert mem.ledger.live_tickets == 0
+    assert mem.store.live_tickets == 0
 
 
 def test_a_budget_is_refused_inside_a_caller_s_checkpoint() -> None:
@@ -665,7 +665,7 @@ def _fsdp1(rank: int, world: int) -> None:
                 found = []
                 for seed in range(3):
                     found += gradients(run, seed=seed)
-                    assert mem is None or mem.ledger.live_tickets == 0
+                    assert mem is None or mem.store.live_tickets == 0
                 if placement is None:
                     truth = found
                 assert same(found, truth), (inside, original, placement)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -31,13 +33,14 @@ def device(monkeypatch: pytest.MonkeyPatch) -> SimulatedDevice:
 def test_a_recorded_timeline_has_times_without_waits_and_memory_over_the_base(device: SimulatedDevice) -> None:
     """1000 bytes before the step; events begin at 0, 5, 11 and 31 ms and wait 1 ms each; a pause from 8 ms on. Call "c" runs no
     backward: its 4 bytes count as other memory."""
-    recorder = TimelineRecorder(GPU, 1000, Peaks())
+    store: Any = SimpleNamespace()
+    recorder = TimelineRecorder(GPU, store, 1000, Peaks())
     for kind, path, start, top, saved in (("F", "a", 0, 1030, 0), ("F", "c", 4, 1036, 8), ("F", "b", 5, 1040, 12)):
         recorder.before_waits()
         before = device.mark(start)
-        device.clock, device.now = start + 1, 1005 + saved
+        device.clock, device.now, store.device_bytes = start + 1, 1005 + saved, saved
         recorder.entered((path, 0), 100)
-        recorder.after_waits(kind, (path, 0), (before, device.mark()), device_bytes=saved)
+        recorder.after_waits(kind, (path, 0), (before, device.mark()))
         device.rises(top)
         device.clock = start + 3
         recorder.region_left((path, 0), [4 if path == "c" else 8], False, device.mark)
@@ -47,8 +50,8 @@ def test_a_recorded_timeline_has_times_without_waits_and_memory_over_the_base(de
     for path, start, saved in (("b", 11, 20), ("a", 31, 8)):
         recorder.before_waits()
         before = device.mark(start)
-        device.clock, device.now = start + 1, 1005 + saved
-        recorder.after_waits("B", (path, 0), (before, device.mark()), device_bytes=saved)
+        device.clock, device.now, store.device_bytes = start + 1, 1005 + saved, saved
+        recorder.after_waits("B", (path, 0), (before, device.mark()))
         device.rises(device.now + (7 if path == "b" else 90))
     device.clock = 99
     timeline = recorder.timeline(2e9, None, device.mark)
@@ -76,14 +79,15 @@ def run(
     waiting: tuple[int, ...] = (0,) * 4,
 ) -> TimingRecorder:
     """`levels`: bytes at the start, at most and on the host, of each event."""
-    recorder = TimingRecorder(GPU, Peaks())
-    for index, (kind, call) in enumerate(ORDER):
+    store: Any = SimpleNamespace(device_bytes=0)
+    recorder = TimingRecorder(GPU, store, Peaks())
+    for index, (kind, call) in enumerate(ORDER[: len(starts)]):
         recorder.before_waits()
-        device.now, top, away = levels[index]
+        device.now, top, store.live_bytes = levels[index]
         device.rounding, device.waiting = rounding[index], waiting[index]
         before = device.mark(starts[index])
         device.clock += wait
-        recorder.after_waits(kind, CALLS[call].key, (before, device.mark()), host_bytes=away)
+        recorder.after_waits(kind, CALLS[call].key, (before, device.mark()))
         device.top = top
         if idle[index] is not None:
             device.clock = idle[index]
@@ -100,12 +104,13 @@ def retimed(recorder: TimingRecorder, timeline: Timeline = TIMELINE, rates: Rate
 
 
 def test_shorter_times_count_and_waits_do_not(device: SimulatedDevice) -> None:
+    assert run(device, starts=()).waited() == 0.0
     recorder = run(device, wait=1)
     timeline = retimed(recorder)
     # 5 - 1, 6 - 1, and 19 is longer than what was measured; the last event has no end.
     assert [m.seconds for m in timeline.events] == pytest.approx([0.004, 0.005, 0.010, 0.010])
     assert timeline.calls[0].seconds == pytest.approx(4e-3 * 29 / 40)
-    assert recorder.waited() == pytest.approx(4 / 32) and TimingRecorder(GPU, Peaks()).waited() == 0.0
+    assert recorder.waited() == pytest.approx(4 / 32)
     assert recorder.retimed(replace(TIMELINE, events=TIMELINE.events[:3]), Rates()) is None, "another step"
 
 
@@ -164,9 +169,9 @@ def trial(device: SimulatedDevice, base: int | None, epilogue: int = 0, inputs: 
         if kind == "F":
             recorder.entered((path, 0), inputs)
         recorder.before_waits()
-        recorder.after_waits(kind, (path, 0))
+        recorder.after_waits(kind, (path, 0), None)
         device.rises(top, now)
-    recorder.after_waits("B", ("a", 0))
+    recorder.after_waits("B", ("a", 0), None)
     device.rises(1105, 1000)
     device.rises(1000 + epilogue)
     device.clock = 7.0
@@ -187,7 +192,7 @@ def test_the_peak_of_a_trial(device: SimulatedDevice, base: int | None, epilogue
 def test_of_the_last_event_no_more_counts_than_another_backward_rises(device: SimulatedDevice) -> None:
     recorder = TrialRecorder(GPU, RISING, KEEP, 0, Peaks())
     device.rises(80, 80)
-    recorder.after_waits("B", ("a", 0))
+    recorder.after_waits("B", ("a", 0), None)
     device.rises(9000, 80)
     found = recorder.result()
     assert found is not None and found[1] == 80 + 30
@@ -199,7 +204,7 @@ def test_of_the_last_event_no_more_counts_than_another_backward_rises(device: Si
 def test_another_batch_or_a_dropped_forward_is_no_measure(device: SimulatedDevice) -> None:
     assert trial(device, 1000, inputs=98).result() is None
     recorder = TrialRecorder(GPU, RISING, KEEP, None, Peaks())
-    recorder.after_waits("F", ("a", 0))
+    recorder.after_waits("F", ("a", 0), None)
     assert recorder.result() is None
 
 
@@ -209,7 +214,7 @@ def test_peaks_before_a_reset_are_kept(device: SimulatedDevice) -> None:
     recorder = TrialRecorder(GPU, RISING, KEEP, 0, peaks)
     assert peaks.highest == 5000 and peaks.take() == 5000
     device.rises(7000)
-    recorder.after_waits("B", ("a", 0))
+    recorder.after_waits("B", ("a", 0), None)
     assert peaks.take() == 7000 and peaks.take() == 0 and device.top == 1000
 
 

@@ -130,7 +130,7 @@ def compare_placements(rank: int, world: int) -> list[str]:
         with manage(model, policy, recompute=mode, dispatcher=dispatcher, offload="all") as memory:
             for _ in range(4):  # the measuring steps of offload, and one under its plan
                 found = gradients(model, ids[mine], labels[mine])
-            assert memory.ledger.live_tickets == 0
+            assert memory.manager.store.live_tickets == 0
         results[f"{policy} {mode}"] = found
         assert dispatcher.live_handles == 0, (policy, mode)
     loss, wanted = results["keep light"]

@@ -658,8 +658,8 @@ def _left(mem: Any) -> str | None:
     manager = mem.manager
     for _ in range(2):
         left = {
-            "tickets": mem.ledger.live_tickets,
-            "bytes": mem.ledger.live_bytes,
+            "tickets": mem.manager.store.live_tickets,
+            "bytes": mem.manager.store.live_bytes,
             "bytes of the pool": used_bytes(manager.store.pool),
         }
         if not any(left.values()):

@@ -26,7 +26,6 @@ from forebay.train.checkpoint import Checkpoints
 from forebay.train.data import Batch
 from forebay.train.distributed import ALONE, Mesh
 from forebay.train.trainer import IGNORE, Trainer
-from tests.helpers import holdings
 from tests.ranks import run_ranks
 from tests.train.common import DEEPSEEK, DENSE, GLM, WIDE, config, digests, local, union, whole, write_text
 
@@ -294,8 +293,8 @@ def differences(wanted: Any, losses: list[float], grads: dict[str, torch.Tensor]
 
 def left_behind(trainer: Trainer, mesh: Mesh, memory: dict[str, Any]) -> list[str]:
     wrong = []
-    if trainer.memory.ledger.live_tickets:
-        wrong.append(f"tickets are left: {holdings(trainer.memory.ledger)[:3]}")
+    if trainer.memory.manager.store.live_tickets:
+        wrong.append(f"{trainer.memory.manager.store.live_tickets} tickets are left")
     if trainer.dispatcher is not None and trainer.dispatcher.live_handles:
         wrong.append("handles are left")
     pages = trainer.memory.pages

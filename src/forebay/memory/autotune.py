@@ -420,7 +420,7 @@ class Autotuner:
         self.recorder = None
         if self.state is TuneState.MEASURE:
             self._measured_base = base
-            self.recorder = TimelineRecorder(self._device, base, self.peaks)
+            self.recorder = TimelineRecorder(self._device, self._store, base, self.peaks)
         elif self.state is TuneState.TRY and not captured:
             assert self.timeline is not None and self.plan is not None
             # The first of several microbatches makes the gradients that the others find: all count from the same base.
@@ -429,7 +429,7 @@ class Autotuner:
         elif self._corrects and (
             self._store.lanes.time_captured or (self._corrections < _CORRECTIONS and not captured)
         ):
-            self.recorder = TimingRecorder(self._device, self.peaks)
+            self.recorder = TimingRecorder(self._device, self._store, self.peaks)
 
     def _go(self, to: TuneState) -> None:
         if (self.state, to) not in _TRANSITIONS:

@@ -26,8 +26,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from forebay.memory.autotune import Autotuner, Trial, TuneState
-from forebay.memory.compressed import holds_rows
-from forebay.memory.host_store import HostStore, Ledger, Ticket, TicketState
+from forebay.memory.host_store import HostStore, Ticket, TicketState
 from forebay.memory.overrides import CallSite
 from forebay.memory.recompute import recomputed
 from forebay.memory.recorder import TimelineRecorder
@@ -37,6 +36,7 @@ from forebay.memory.storage import (
     SavedAlias,
     View,
     given_parameters,
+    holds_rows,
     raise_modified_inplace,
     storable,
     storage_bytes,
@@ -83,8 +83,8 @@ class Manager:
         recompute: "light" uses a call site's `light_recompute` where it has one; any other mode of `forebay.memory.recompute`
             checkpoints the whole region.
         min_bytes: storages below this stay on the device. Default: 1 MiB on CUDA, 1 elsewhere.
-        precision: "fp8" compresses the rows that are offloaded (`forebay.memory.compressed`), but not the inputs of regions that
-            run their forward again under a checkpoint: that has to be the same forward. "exact" compresses nothing.
+        precision: "fp8" compresses the rows that are offloaded (`forebay.memory.storage.holds_rows`), but not the inputs of
+            regions that run their forward again under a checkpoint: that has to be the same forward. "exact" compresses nothing.
 
     Raises:
         PolicyError: a budget without anything to decide, ``stash`` (no region is paged), an unknown `offload`.
@@ -105,7 +105,6 @@ class Manager:
     ):
         check_claims(claims, budget, offload)
         chosen = {claim.path: claim.placement for claim in claims}
-        self.ledger = Ledger()
         self._recompute, self._compresses = recompute, precision == "fp8"
         self._regions = {
             path: Region(path, placement := chosen.get(path, "keep"), site, _light(site, placement, recompute))
@@ -141,7 +140,7 @@ class Manager:
         least = _MIN_BYTES_CUDA if device.type == "cuda" else 1
         self._min_bytes = self._wanted_min_bytes if self._wanted_min_bytes is not None else least
         self.store = HostStore(device)
-        self._transfers = Transfers(self.store, self.ledger)
+        self._transfers = Transfers(self.store)
         placements = {path: region.placement for path, region in self._regions.items()}
         self._tuner = Autotuner(
             self.store, placements, self._budget, self._offload, self._switch_light, self._transfers.mark
@@ -516,7 +515,6 @@ class Manager:
         if call.offload is None or item in call.offload:
             ticket = self.store.new_ticket(storage_bytes(storage, self._device), call.compute, rounds)
             ref = weakref.ref(ticket)
-            self.ledger.enter(ticket, *call.key)
             call.unsent.append(ticket)
             call.tickets.append(ref)
             unreleased = self._step.unreleased

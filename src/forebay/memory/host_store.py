@@ -2,10 +2,10 @@
 
 Input: the uint8 view of a device storage. Output: a `Ticket`, which the autograd graph owns; when it dies, its block returns to
 the `HostPool`. On a GPU the host memory is page-locked, copies run on two streams, and CUDA events order them: nothing calls
-``record_stream``, which would release memory at an unknown time. On a CPU a copy is complete when `send` returns. The store and
-the `Ledger` keep no strong reference to a ticket. A ticket may die at any time and in any thread, also in a garbage collection
+``record_stream``, which would release memory at an unknown time. On a CPU a copy is complete when `send` returns. The store keeps
+no strong reference to a ticket. A ticket may die at any time and in any thread, also in a garbage collection
 within a call of the store or the pool: its death only enqueues waits and appends to a deque. Bytes that may be rounded are
-compressed on the device when they leave it and expanded there when they are read (`forebay.memory.compressed`).
+compressed on the device when they leave it and expanded there when they are read (`forebay.memory.storage.compress`).
 """
 
 import enum
@@ -13,8 +13,8 @@ import resource
 import sys
 import threading
 import weakref
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field
 from functools import cached_property, wraps
@@ -24,7 +24,7 @@ import torch
 
 from forebay.kernels.flags import Flag, Flags
 from forebay.kernels.launch import memory_rate
-from forebay.memory.compressed import compress, expand
+from forebay.memory.storage import compress, expand
 
 CudaEvents = tuple[torch.cuda.Event, torch.cuda.Event]
 Copy = tuple[torch.Tensor, torch.Tensor]  # source, target
@@ -214,11 +214,6 @@ def external_event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True, external=True)
 
 
-def timing_event() -> torch.cuda.Event:
-    """A CUDA event that tells the time; that of a replay if the current stream is being captured."""
-    return external_event() if _is_capturing() else _timed_event()
-
-
 def _is_capturing() -> bool:
     """Whether the current stream is part of a CUDA graph that is being captured."""
     return torch.backends.cuda.is_built() and torch.cuda.is_current_stream_capturing()
@@ -309,52 +304,6 @@ class Ticket:
     def __del__(self, ending: Any = sys.is_finalizing) -> None:
         if not ending():
             self.store._ticket_died(self)
-
-
-_SWEEP_ENTRIES = 256  # dead tickets' entries that may gather in a ledger, beside as many as are alive
-
-
-class Ledger:
-    """Live bytes and tickets of one manager, by region and call. Keeps weak references only."""
-
-    def __init__(self) -> None:
-        # Not a WeakKeyDictionary: it hashes each ticket and calls back when it dies, thousands of times a step.
-        self._entries: list[tuple[weakref.ref[Ticket], str, int]] = []
-        self._sweep_at = _SWEEP_ENTRIES
-
-    def enter(self, ticket: Ticket, path: str, call: int) -> None:
-        """Count `ticket` for call number `call` of region `path`, as long as it is alive."""
-        self._entries.append((weakref.ref(ticket), path, call))
-        if len(self._entries) >= self._sweep_at:
-            self._entries = [entry for entry in self._entries if entry[0]() is not None]
-            self._sweep_at = 2 * len(self._entries) + _SWEEP_ENTRIES
-
-    @property
-    def live_tickets(self) -> int:
-        return sum(1 for _ in self._live())
-
-    @property
-    def live_bytes(self) -> int:
-        """Bytes of the live tickets' storages, wherever they are."""
-        return sum(ticket.nbytes for ticket, _, _ in self._live())
-
-    @property
-    def device_bytes(self) -> int:
-        """Bytes of device memory that live tickets have now."""
-        return sum(held.numel() for ticket, _, _ in self._live() if (held := ticket.device_bytes) is not None)
-
-    def by_region(self) -> dict[str, int]:
-        """Live bytes by region path."""
-        totals: Counter[str] = Counter()
-        for ticket, path, _ in self._live():
-            totals[path] += ticket.nbytes
-        return dict(totals)
-
-    def _live(self) -> Iterator[tuple[Ticket, str, int]]:
-        for ref, path, call in self._entries:
-            ticket = ref()
-            if ticket is not None:
-                yield ticket, path, call
 
 
 _ALIGN = 512  # bytes; keeps views of every dtype aligned, and is the device allocator's rounding
@@ -618,8 +567,11 @@ def _locked(method: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
+_SWEEP_TICKETS = 256  # references to dead tickets that a store may keep, beside as many as are alive
+
+
 class HostStore:
-    """Offloaded bytes of one device. Owns its streams and its pool; the graph owns the tickets.
+    """Offloaded bytes of one device. Owns its streams and its pool; the graph owns the tickets, which it knows weakly.
 
     Streams are ordered by CUDA events, without ``record_stream``:
 
@@ -641,6 +593,9 @@ class HostStore:
         self.inbound = Traffic()
         self._closed = False
         self._lock = threading.RLock()
+        # Not a WeakSet: it hashes each ticket and calls back when it dies, thousands of times a step.
+        self._tickets: list[weakref.ref[Ticket]] = []
+        self._sweep_at = _SWEEP_TICKETS
 
     @cached_property
     def memory_rate(self) -> float:
@@ -652,13 +607,34 @@ class HostStore:
 
         Args:
             compute: the stream that made the bytes and reads them again; None on a CPU.
-            rounds: compress them on their way; see `forebay.memory.compressed.holds_rows`.
+            rounds: compress them on their way; see `forebay.memory.storage.holds_rows`.
         """
         ticket = Ticket(self, device_bytes, compute, rounds)
         other = self.lanes.other_stream(compute)
         if other is not None:
             ticket.others = (other,)
+        self._tickets.append(weakref.ref(ticket))
+        if len(self._tickets) >= self._sweep_at:
+            self._tickets = [ref for ref in self._tickets if ref() is not None]
+            self._sweep_at = 2 * len(self._tickets) + _SWEEP_TICKETS
         return ticket
+
+    @property
+    def live_tickets(self) -> int:
+        return len(self._live())
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes of the live tickets' storages, wherever they are."""
+        return sum(ticket.nbytes for ticket in self._live())
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of device memory that live tickets have now."""
+        return sum(held.numel() for ticket in self._live() if (held := ticket.device_bytes) is not None)
+
+    def _live(self) -> list[Ticket]:
+        return [ticket for ref in self._tickets if (ticket := ref()) is not None]
 
     @_locked
     def send(self, tickets: Sequence[Ticket]) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from forebay.memory.host_store import HostStore
 from forebay.memory.timeline import CallFigures, IndexedTimeline, Key, Plan, Rates, Timeline, TimelineEvent
 
 Marks = tuple[Any, Any]  # CUDA events before and after the waits for copies; None on a CPU
@@ -75,16 +76,12 @@ class Recorder:
     def before_waits(self) -> None:
         """An event begins. Nothing was released or fetched for it yet."""
 
-    def after_waits(
-        self, kind: str, key: Key, marks: Marks | None = None, device_bytes: int = 0, host_bytes: int = 0
-    ) -> None:
+    def after_waits(self, kind: str, key: Key, marks: Marks | None) -> None:
         """The releases and fetches that are due at the event are done.
 
         Args:
             kind: "F" or "B" of the call `key`.
             marks: None if the plan moves nothing.
-            device_bytes: of tickets whose bytes are on the device, in a step without a plan.
-            host_bytes: of tickets whose bytes are not on the device, in a step that follows a plan.
         """
 
     def idle(self, mark: Callable[[], Any]) -> None:
@@ -98,8 +95,7 @@ class _Sample:
     marks: Marks
     start_bytes: int = 0
     top_bytes: int | None = None
-    device_bytes: int = 0  # of offloaded items, as in `Recorder.after_waits`
-    host_bytes: int = 0
+    tickets: int = 0  # bytes, see `_EventRecorder._ticket_bytes`
     region_end: Any = None  # CUDA event: the region's forward is over
     idle_from: Any = None  # CUDA event: the device waits for other processes from here on
 
@@ -110,27 +106,30 @@ class _Sample:
 
 
 class _EventRecorder(Recorder):
-    """Samples time and memory at each event. Reads the allocator's peak there, and resets it."""
+    """Samples time and memory at each event. Reads the allocator's peak there, and resets it.
+
+    Args:
+        store: has the tickets of the step.
+    """
 
     times_events = True
 
-    def __init__(self, device: torch.device, peaks: Peaks):
+    def __init__(self, device: torch.device, store: HostStore, peaks: Peaks):
         super().__init__(device, peaks)
+        self._store = store
         self._samples: list[_Sample] = []
 
     def before_waits(self) -> None:
         if self._gpu and self._samples:
             self._samples[-1].top_bytes = self._peak_bytes()
 
-    def after_waits(
-        self, kind: str, key: Key, marks: Marks | None = None, device_bytes: int = 0, host_bytes: int = 0
-    ) -> None:
+    def after_waits(self, kind: str, key: Key, marks: Marks | None) -> None:
         if marks is None:
             return
-        sample = _Sample(kind, key, marks, device_bytes=device_bytes, host_bytes=host_bytes)
+        sample = _Sample(kind, key, marks)
         if self._gpu:
             self._peaks.reset(self._device)
-            sample.start_bytes = self._current_bytes()
+            sample.start_bytes, sample.tickets = self._current_bytes(), self._ticket_bytes()
         self._samples.append(sample)
 
     def idle(self, mark: Callable[[], Any]) -> None:
@@ -144,6 +143,10 @@ class _EventRecorder(Recorder):
     def _peak_bytes(self) -> int:
         return torch.cuda.max_memory_allocated(self._device)
 
+    def _ticket_bytes(self) -> int:
+        """Bytes of tickets on the device."""
+        return self._store.device_bytes
+
 
 class TimelineRecorder(_EventRecorder):
     """Records a `Timeline`. On a CPU there are no times and no memory: the timeline then has sizes and order only.
@@ -153,8 +156,8 @@ class TimelineRecorder(_EventRecorder):
             an embedding's output included.
     """
 
-    def __init__(self, device: torch.device, base: int | None, peaks: Peaks):
-        super().__init__(device, peaks)
+    def __init__(self, device: torch.device, store: HostStore, base: int | None, peaks: Peaks):
+        super().__init__(device, store, peaks)
         self._base = base
         self._figures: dict[Key, CallFigures] = {}
         self._inputs: dict[Key, int] = {}
@@ -220,7 +223,7 @@ class TimelineRecorder(_EventRecorder):
             forward_seconds.setdefault(sample.key, sample.seconds_to(sample.region_end))
             other, transient = unreached_bytes, 0
             if self._gpu:
-                other += max(sample.start_bytes - (self._base or 0) - sample.device_bytes, 0)
+                other += max(sample.start_bytes - (self._base or 0) - sample.tickets, 0)
                 transient = max((sample.top_bytes or 0) - sample.start_bytes, 0)
             seconds = sample.seconds_to(sample.idle_from or following)
             events.append(TimelineEvent(sample.kind, numbers[sample.key], seconds, other, transient))
@@ -278,7 +281,7 @@ class TimingRecorder(_EventRecorder):
         the event after its forward to its backward, unless they are on the host."""
         found, resident = [], IndexedTimeline(timeline).resident
         for event, sample, saved in zip(timeline.events, self._samples, resident, strict=False):
-            other = sample.start_bytes - self._samples[0].start_bytes - (saved - sample.host_bytes)
+            other = sample.start_bytes - self._samples[0].start_bytes - (saved - sample.tickets)
             transient = event.transient  # stays that of the last event, which has no end
             if sample.top_bytes is not None:
                 transient = max(sample.top_bytes - sample.start_bytes, 0)
@@ -290,6 +293,10 @@ class TimingRecorder(_EventRecorder):
 
     def _peak_bytes(self) -> int:
         return requested(self._device)[1]
+
+    def _ticket_bytes(self) -> int:
+        """Bytes of tickets that are not on the device."""
+        return self._store.live_bytes - self._store.device_bytes
 
 
 class TrialRecorder(Recorder):
@@ -321,9 +328,7 @@ class TrialRecorder(Recorder):
         then = self._inputs.get(key, -1)
         self._same_inputs = self._same_inputs and abs(input_bytes - then) <= _INPUT_TOLERANCE * then
 
-    def after_waits(
-        self, kind: str, key: Key, marks: Marks | None = None, device_bytes: int = 0, host_bytes: int = 0
-    ) -> None:
+    def after_waits(self, kind: str, key: Key, marks: Marks | None) -> None:
         if (kind, key) == self._last:
             current, peak = torch.cuda.memory_allocated, torch.cuda.max_memory_allocated
             self._peak_and_last = peak(self._device), current(self._device)

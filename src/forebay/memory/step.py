@@ -16,7 +16,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from forebay.memory.autotune import Autotuner
-from forebay.memory.host_store import HostStore, Ledger, Ticket, TicketState, external_event
+from forebay.memory.host_store import HostStore, Ticket, TicketState, external_event
 from forebay.memory.overrides import CallSite
 from forebay.memory.recorder import Marks, Recorder, TimelineRecorder
 from forebay.memory.storage import RegionWeights
@@ -223,8 +223,8 @@ class Transfers:
         captured: the step is captured in a CUDA graph.
     """
 
-    def __init__(self, store: HostStore, ledger: Ledger):
-        self._store, self._ledger = store, ledger
+    def __init__(self, store: HostStore):
+        self._store = store
         self._gpu = store.device.type == "cuda"
         self.captured = False
         self._waits: list[Marks] = []  # of the current step
@@ -240,21 +240,18 @@ class Transfers:
     def on_event(self, kind: str, call: RegionCall, tuner: Autotuner) -> None:
         """The forward ("F") or backward ("B") of `call` starts: release, fetch and wait for what is due."""
         plan, recorder = tuner.plan, tuner.recorder
-        marks, device_bytes, host_bytes = None, 0, 0
+        marks = None
         if recorder is not None:
             recorder.before_waits()
         if plan is None:
             before = self.mark()
             self._one_call_at_a_time(kind, call, recorder)
-            device_bytes = self._ledger.device_bytes
             marks = before, self.mark()
         elif plan.planned_bytes:
             timed = recorder is not None and recorder.times_events
             marks = self._follow(kind, call, plan, tuner.lookup.release_at.get((kind, call.key), ()), timed)
-            if timed:
-                host_bytes = self._ledger.live_bytes - self._ledger.device_bytes
         if recorder is not None:
-            recorder.after_waits(kind, call.key, marks, device_bytes, host_bytes)
+            recorder.after_waits(kind, call.key, marks)
 
     def _one_call_at_a_time(self, kind: str, call: RegionCall, recorder: Recorder | None) -> None:
         """Without a plan one call's copy out is under way, and the next call in backward order is fetched ahead."""

@@ -1,7 +1,9 @@
-"""Saved tensors and their storages: which ones a store may take, and how a view comes back.
+"""Saved tensors and their storages: which ones a store may take, which it may round, and how a view comes back.
 
 Input: the tensors that autograd hands to ``pack``. Output: the storage, if a store may take it; its `storage_key`, by which one
 storage is stored once however many nodes save views of it; and a `View`, which cuts the saved tensor out of the storage's bytes.
+A storage of rows can be compressed on its way to the host: whole, in the order of its memory, so every view of it comes back,
+whatever its strides, as long as its dtype is the same.
 """
 
 from collections.abc import Container, Iterator
@@ -11,6 +13,8 @@ import torch
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
+
+from forebay.kernels.row_fp8 import GROUP, decode_rows, encode_rows
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
@@ -168,6 +172,29 @@ def storage_key(storage: torch.UntypedStorage, version: int) -> tuple[int, int]:
     """Equal keys mean the same storage with the same ``_version``, as long as a `StorageWeakRef` to it lives: that keeps the
     storage's address as an object from being reused."""
     return storage._cdata, version
+
+
+def holds_rows(tensor: torch.Tensor) -> bool:
+    """Whether the storage of a saved tensor is one of rows, which may be rounded.
+
+    True for bf16 of two dimensions or more with at least 32 neighbors in memory. What backward needs to the bit is not: integers
+    and boolean masks, random states, routing ids and weights (fewer choices), and whatever a bf16 model computes in fp32:
+    log-sum-exp, the norms' statistics, the router's probabilities. A mask of 0 and -inf, or of 0 and the lowest number, comes
+    back exactly.
+    """
+    if tensor.dtype is not torch.bfloat16 or tensor.dim() < 2 or tensor.untyped_storage().nbytes() % 2:
+        return False
+    return any(size >= GROUP and stride == 1 for size, stride in zip(tensor.size(), tensor.stride(), strict=True))
+
+
+def compress(storage_bytes: torch.Tensor) -> torch.Tensor:
+    """Rows in 8 bits (`forebay.kernels.row_fp8`): flat uint8, 33/64 as long as `storage_bytes` (flat uint8), rounded up."""
+    return encode_rows(storage_bytes.view(torch.bfloat16).unsqueeze(0)).view(-1)
+
+
+def expand(compressed: torch.Tensor, nbytes: int) -> torch.Tensor:
+    """The rounded bytes, flat uint8, of a storage of `nbytes`."""
+    return decode_rows(compressed.unsqueeze(0), nbytes // 2).view(-1).view(torch.uint8)
 
 
 class SavedAlias:

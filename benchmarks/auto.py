@@ -132,8 +132,11 @@ def measure(model: Any, ids: torch.Tensor, arm: Arm, steps: int) -> Figure:
 
 def went_by(mem: forebay.Managed) -> dict[str, Any]:
     """Timeline and trials of auto as JSON values."""
-    assert mem.manager.timeline is not None
-    return {"timeline": told(mem.manager.timeline), "trials": [tried(trial, mem.plan) for trial in mem.manager.trials]}
+    assert mem.manager.tuner.timeline is not None
+    return {
+        "timeline": told(mem.manager.tuner.timeline),
+        "trials": [tried(trial, mem.plan) for trial in mem.manager.tuner.trials],
+    }
 
 
 def told(timeline: Timeline) -> dict[str, Any]:

@@ -235,8 +235,8 @@ def measure(args: argparse.Namespace, name: str, arms: list[str]) -> list[dict[s
 def planned_peaks(memory: Managed) -> dict[str, float]:
     """GiB of this rank over the base by the plan's own figures: everything kept, as planned, and the difference."""
     keep = peak = 0.0
-    if memory.plan is not None and memory.manager.timeline is not None:
-        keep = plan_interleaved(memory.manager.timeline, frozenset()).peak_bytes / GIB
+    if memory.plan is not None and memory.manager.tuner.timeline is not None:
+        keep = plan_interleaved(memory.manager.tuner.timeline, frozenset()).peak_bytes / GIB
         peak = memory.plan.peak_bytes / GIB
     return {"planned keep": keep, "planned peak": peak, "fall": keep - peak}
 

@@ -427,7 +427,7 @@ def test_auto_tries_plans_from_end_to_end(monkeypatch: pytest.MonkeyPatch) -> No
     model = network(count=4)
     mem = manage(model, "auto", budget=60_000)
     monkeypatch.setattr(mem, "_device", GPU)
-    monkeypatch.setattr(mem._tuner, "_device", GPU)
+    monkeypatch.setattr(mem.tuner, "_device", GPU)
     monkeypatch.setattr(mem._transfers, "_gpu", True)
 
     def allocated(_: object) -> int:
@@ -444,12 +444,15 @@ def test_auto_tries_plans_from_end_to_end(monkeypatch: pytest.MonkeyPatch) -> No
         assert same(gradients(model), truth)
         steps += 1
         assert steps <= MAX_TRIAL_STEPS + 4
-    assert mem.plan is not None and mem.trials and any(trial.plan is mem.plan for trial in mem.trials)
-    assert all(trial.milliseconds > 0 for trial in mem.trials)
-    assert len({trial.plan.recompute for trial in mem.trials}) + len({str(t.plan.offload) for t in mem.trials}) > 2
+    assert mem.plan is not None and mem.tuner.trials and any(trial.plan is mem.plan for trial in mem.tuner.trials)
+    assert all(trial.milliseconds > 0 for trial in mem.tuner.trials)
+    assert (
+        len({trial.plan.recompute for trial in mem.tuner.trials}) + len({str(t.plan.offload) for t in mem.tuner.trials})
+        > 2
+    )
     gradients(model, rows=2 * ROWS)
     gradients(model)
-    assert mem.plan is None and not mem.trials and not mem.settled
+    assert mem.plan is None and not mem.tuner.trials and not mem.settled
 
 
 @pytest.mark.gpu
@@ -484,7 +487,7 @@ def test_on_a_gpu_the_peak_is_within_the_budget_and_no_bit_differs() -> None:
             assert all(torch.equal(a, b) for a, b in zip(found, truth, strict=True))
             if mem.settled:
                 break
-        assert mem.settled and mem.manager.trials
+        assert mem.settled and mem.manager.tuner.trials
         step(model)
         assert peaks[-1] <= budget
-        assert mem.plan is not None and any(trial.plan is mem.plan for trial in mem.manager.trials)
+        assert mem.plan is not None and any(trial.plan is mem.plan for trial in mem.manager.tuner.trials)

@@ -274,8 +274,8 @@ def test_a_failed_forward_whose_traceback_is_held_is_no_part_of_the_next_step() 
         model(torch.randn(4, WIDTH + 1, requires_grad=True))
     gradients(model)
     mem.join()
-    assert held.tb is not None and mem.timeline is not None
-    assert [call.key for call in mem.timeline.calls] == [(str(i), 0) for i in range(3)]
+    assert held.tb is not None and mem.tuner.timeline is not None
+    assert [call.key for call in mem.tuner.timeline.calls] == [(str(i), 0) for i in range(3)]
 
 
 # --- budgets and plans ------------------------------------------------------------------------------------------------
@@ -286,8 +286,8 @@ def test_auto_meets_its_budget_and_names_the_smallest_when_it_cannot() -> None:
     saved = manage(model, "offload")
     for _ in range(2):
         gradients(model)
-    assert saved.timeline is not None
-    every = sum(sum(c.items) for c in saved.timeline.calls)
+    assert saved.tuner.timeline is not None
+    every = sum(sum(c.items) for c in saved.tuner.timeline.calls)
     saved.detach()
     truth, smallest = gradients(model), 0
 
@@ -346,8 +346,8 @@ def test_what_distant_regions_share_stays_on_the_device() -> None:
     x = torch.randn(16, 32, requires_grad=True)
     for _ in range(3):
         model((x * 1, torch.randn(32)))[0].sum().backward()
-    assert mem.timeline is not None and mem.plan is not None
-    sizes = {c.key[0]: sorted(c.items) for c in mem.timeline.calls}
+    assert mem.tuner.timeline is not None and mem.plan is not None
+    sizes = {c.key[0]: sorted(c.items) for c in mem.tuner.timeline.calls}
     assert sizes["0"] == [0, 16 * 32 * 4], "the table counts as nothing to move"
     assert sizes["4"] == [16 * 32 * 4]
 

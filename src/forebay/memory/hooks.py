@@ -25,7 +25,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from forebay.memory.autotune import Autotuner, Trial, TuneState
+from forebay.memory.autotune import Autotuner, TuneState
 from forebay.memory.host_store import HostStore, Ticket, TicketState
 from forebay.memory.overrides import CallSite
 from forebay.memory.recompute import recomputed
@@ -43,7 +43,7 @@ from forebay.memory.storage import (
     storage_key,
     version_counter,
 )
-from forebay.memory.timeline import Key, Plan, Timeline
+from forebay.memory.timeline import Key, Plan
 from forebay.policy import RECOMPUTE_AND_OFFLOAD, Claim, PolicyError
 
 _MIN_BYTES_CUDA = 1 << 20  # a 1 MiB copy reaches 40 of 55 GB/s (H200); below that launches cost more than they free
@@ -142,7 +142,7 @@ class Manager:
         self.store = HostStore(device)
         self._transfers = Transfers(self.store)
         placements = {path: region.placement for path, region in self._regions.items()}
-        self._tuner = Autotuner(
+        self.tuner = Autotuner(
             self.store, placements, self._budget, self._offload, self._switch_light, self._transfers.mark
         )
         self._step = Step(self._backwards)
@@ -163,17 +163,7 @@ class Manager:
     @property
     def plan(self) -> Plan | None:
         """The plan in force; None while steps are measured, and if there is nothing to decide."""
-        return self._tuner.plan
-
-    @property
-    def timeline(self) -> Timeline | None:
-        """The measured step that the plan is based on."""
-        return self._tuner.timeline
-
-    @property
-    def trials(self) -> tuple[Trial, ...]:
-        """The plans that were tried, in order; only with policy="auto" on one GPU."""
-        return self._tuner.trials
+        return self.tuner.plan
 
     @property
     def placements(self) -> dict[str, str]:
@@ -183,7 +173,7 @@ class Manager:
     @property
     def settled(self) -> bool:
         """Whether steps go on as the last one did: nothing is left to measure, try, plan or page-lock."""
-        return not self._plans or self._tuner.settled
+        return not self._plans or self.tuner.settled
 
     def report(self) -> StepReport:
         """Figures of the last step; call after its backward. Waits for the device."""
@@ -212,7 +202,7 @@ class Manager:
     def take_peak(self) -> int:
         """Peak of allocated bytes since the last call, at the times that `torch.cuda.max_memory_allocated` does not cover because
         measured steps reset it. 0 if none was measured."""
-        return self._tuner.peaks.take()
+        return self.tuner.peaks.take()
 
     # --- calls from the training loop ---------------------------------------------------------------------------------
 
@@ -241,7 +231,7 @@ class Manager:
         if not torch.is_grad_enabled():
             return
         self._end_step()
-        measures = self._budget is not None and self._tuner.state is not TuneState.FOLLOW
+        measures = self._budget is not None and self.tuner.state is not TuneState.FOLLOW
         if measures and self._device.type == "cuda" and self._step.finished:
             self._base = torch.cuda.memory_allocated(self._device)
 
@@ -259,8 +249,8 @@ class Manager:
     def idle(self) -> None:
         """The device now waits for another process: it computes nothing, and `offload = "all"` counts on most of that time for
         copies."""
-        if self._tuner.recorder is not None:
-            self._tuner.recorder.idle(self._transfers.mark)
+        if self.tuner.recorder is not None:
+            self.tuner.recorder.idle(self._transfers.mark)
 
     def join(self) -> None:
         """Call at the end of a step. In a capture the compute stream waits for all copies. Else the next step is planned now: all
@@ -282,14 +272,14 @@ class Manager:
         try:
             yield
         finally:
-            self._tuner.keep_recorder()
+            self.tuner.keep_recorder()
             self._transfers.captured = self.store.lanes.time_captured = False
             self._transfers.forget_waits()
             self.store.synchronize()
 
     def plan_again(self) -> None:
         """Plan with the times of the last replay; see `forebay.memory.autotune.Autotuner.plan_again`."""
-        self._tuner.plan_again()
+        self.tuner.plan_again()
 
     @contextmanager
     def suspended(self, around: Callable[[str], AbstractContextManager[Any]]) -> Iterator[None]:
@@ -342,8 +332,8 @@ class Manager:
         call = self._step.new_call(region.path)
         call.rounds = self._compresses and forward is not checkpointed
         self._awaits_call = False
-        self._transfers.on_event("F", call, self._tuner)
-        recorder = self._tuner.recorder
+        self._transfers.on_event("F", call, self.tuner)
+        recorder = self.tuner.recorder
         try:
             if recorder is not None and recorder.reads_inputs:
                 recorder.entered(call.key, self._input_bytes(args, kwargs))
@@ -364,12 +354,12 @@ class Manager:
         """The forward of a call that may offload something."""
         weights = self._weights_of(region).with_arguments((args, kwargs))
         call.compute = self.store.lanes.compute_stream()
-        call.offload = self._tuner.lookup.offload.get(call.key, frozenset()) if self.plan is not None else None
+        call.offload = self.tuner.lookup.offload.get(call.key, frozenset()) if self.plan is not None else None
         with saved_tensors_hooks(partial(self._pack, call, weights), partial(self._unpack, region.path)):
             out = forward(*args, **kwargs)
         self._transfers.send(call)
         self._step.saved_bytes += sum(call.items)
-        self._tuner.outgrown = self._tuner.outgrown or self._exceeds_plan(call)
+        self.tuner.outgrown = self.tuner.outgrown or self._exceeds_plan(call)
         return out
 
     def _watch(self, call: RegionCall, out: Any) -> None:
@@ -411,7 +401,7 @@ class Manager:
             return None if region.placement == "auto" else region.placement
         if region.path in self.plan.recompute:
             return "recompute"
-        offloaded = region.path in self._tuner.lookup.regions
+        offloaded = region.path in self.tuner.lookup.regions
         if region.placement == RECOMPUTE_AND_OFFLOAD:
             return RECOMPUTE_AND_OFFLOAD if offloaded else "recompute"
         return "offload" if offloaded else "keep"
@@ -421,7 +411,7 @@ class Manager:
         the first to save a storage of another call, whose items would be numbered differently."""
         if self.plan is None:
             return placement in ("keep", "recompute")
-        if call.key in self.plan.offload or call.key in self._tuner.lookup.saves_offloaded:
+        if call.key in self.plan.offload or call.key in self.tuner.lookup.saves_offloaded:
             return False
         if placement != "recompute":
             if call.key in self._shared:
@@ -518,7 +508,7 @@ class Manager:
             call.unsent.append(ticket)
             call.tickets.append(ref)
             unreleased = self._step.unreleased
-            if not self._tuner.alternating and (not unreleased or unreleased[-1]() is not call):
+            if not self.tuner.alternating and (not unreleased or unreleased[-1]() is not call):
                 unreleased.append(weakref.ref(call))
         saved = KnownStorage(StorageWeakRef(storage), call.key, call.number, item, ref)
         self._step.saved[key] = saved
@@ -540,10 +530,10 @@ class Manager:
         """Whether the call saved more than was measured: a longer batch, for which the plan does not hold."""
         if self.plan is None:
             return False
-        measured = self._tuner.lookup.items.get(call.key, ())
+        measured = self.tuner.lookup.items.get(call.key, ())
         if len(call.items) > len(measured):
             return True
-        slack = _MAX_ITEM_GROWTH if self._tuner.alternating else 1.01
+        slack = _MAX_ITEM_GROWTH if self.tuner.alternating else 1.01
         return any(then and now > slack * then for now, then in zip(call.items, measured, strict=False))
 
     # --- the life of a step -------------------------------------------------------------------------------------------
@@ -553,12 +543,12 @@ class Manager:
         if self._around is not None:
             return  # a new plan would switch light recomputation on or off within a profile
         if self._plans and not self._transfers.captured and not self._ended and self._step.finished:
-            self._tuner.end_step()
+            self.tuner.end_step()
             self._ended = True
 
     def _begin_step(self) -> None:
         if not self._ended:
-            self._tuner.end_step()
+            self.tuner.end_step()
         self._ended, self._awaits_call, self._backward_task = False, True, -1
         self._transfers.begin_step(self._step)
         self._step.forget_storages()
@@ -567,8 +557,8 @@ class Manager:
             self._shared.clear()
             self._saved_by.clear()
         base, self._base = self._base, None
-        self._tuner.begin_step(self._transfers.captured, base)
-        recorder = self._tuner.recorder
+        self.tuner.begin_step(self._transfers.captured, base)
+        recorder = self.tuner.recorder
         self._recording = recorder if isinstance(recorder, TimelineRecorder) else None
         self._followed = self.plan
 
@@ -580,11 +570,11 @@ class Manager:
         if call.step is not self._step:
             self._transfers.take_back(call)  # it was abandoned: its step is over
             return
-        if call.key in self._tuner.lookup.unreached:
-            self._tuner.outgrown = True
+        if call.key in self.tuner.lookup.unreached:
+            self.tuner.outgrown = True
         if not self._backwards:
             self._note_reached(call)
-        self._transfers.on_event("B", call, self._tuner)
+        self._transfers.on_event("B", call, self.tuner)
 
     def _note_reached(self, call: RegionCall) -> None:
         """When the backward that runs now is over, no more is expected of calls of the same forward."""

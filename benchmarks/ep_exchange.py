@@ -96,7 +96,7 @@ def equal_to_nccl(ours: TokenDispatcher, nccl: TokenDispatcher, tokens: list[int
 def check_bitwise(group: Any, nccl: NcclDispatcher) -> bool:
     size = nccl.size
     ours = symmetric_for(group, 2048, capacity_factor=float(size))
-    exact = symmetric_for(group, 2048, exact=True)
+    exact = symmetric_for(group, 2048, capacity_factor=None)
     cases = [
         ([2048] * size, "random"),
         ([1000 + 37 * r for r in range(size)], "random"),
@@ -224,7 +224,7 @@ def times(group: Any, nccl: NcclDispatcher, mib: int) -> list[dict[str, Any]]:
     row("nccl dispatch", received, lambda: nccl.dispatch(x, ids, weights), queued=False)
     row("nccl combine", returned, lambda: nccl.collect(rows, None, handle, tokens, init))
     ours = symmetric_for(group, tokens)
-    exact = symmetric_for(group, tokens, exact=True)
+    exact = symmetric_for(group, tokens, capacity_factor=None)
     got, _, _, way = ours.dispatch(x, ids, weights)
     row("symmetric dispatch", received, lambda: ours.dispatch(x, ids, weights))
     row("symmetric combine", returned, lambda: ours.collect(got, None, way, tokens, init))

@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from forebay.models import log_probs as module
-from forebay.models.log_probs import linear_log_probs
+from forebay.models import linear_cross_entropy as module
+from forebay.models.linear_cross_entropy import linear_log_probs
 from tests.kernels.common import DEVICE
 
 WIDTH, VOCABULARY = 16, 97
@@ -28,7 +28,7 @@ def make(tokens: int, dtype: torch.dtype, bias: bool) -> tuple[Tensor, Tensor, T
 def test_values_and_gradients(
     tokens: int, bias: bool, dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "CHUNK_BYTES", 5 * VOCABULARY * dtype.itemsize)  # the last of five chunks is shorter
+    monkeypatch.setattr(module, "_CHUNK_BYTES", 5 * VOCABULARY * dtype.itemsize)  # the last of five chunks is shorter
     hidden, weight, extra, targets = make(tokens, dtype, bias)
     found = linear_log_probs(hidden, weight, targets, bias=extra)
     x = hidden.detach().double().requires_grad_()

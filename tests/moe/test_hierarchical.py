@@ -134,7 +134,7 @@ def with_symmetric_inside(rank: int, world: int, folder: str) -> list[bool]:
         options: dict[str, Any] = {"tokens": 256, "hidden": H, "slots_per_token": K, "dtype": torch.float32}
         path = Path(folder) / str(node)
         path.mkdir(exist_ok=True)
-        return MappedDispatcher(path, group, num_experts, exact=True, **options)
+        return MappedDispatcher(path, group, num_experts, capacity_factor=None, **options)
 
     ours, nccl = HierarchicalDispatcher(dist.group.WORLD, E, 2, inside), made()  # type: ignore[arg-type]
     given = inputs(rank, (5, 0, 9, 3)[rank], "random", 1)

@@ -64,7 +64,7 @@ def dispatcher_of(folder: Path, **options: Any) -> SymmetricDispatcher:
 
 def bitwise_those_of_nccl(rank: int, world: int, folder: str) -> list[list[bool]]:
     ours = dispatcher_of(Path(folder) / "a", capacity_factor=float(world))
-    exact = dispatcher_of(Path(folder) / "b", exact=True)
+    exact = dispatcher_of(Path(folder) / "b", capacity_factor=None)
     nccl = NcclDispatcher(ours._group, E)
     device = str(ours._open().base.device)
     results = []
@@ -211,7 +211,7 @@ def need(rank: int, world: int, folder: str) -> list[Any]:
         most = max(most, int(counted))
     settled()
     by_hand = max(1.0, -(-100 * most // (300 * K)) / 100)
-    exact = dispatcher_of(Path(folder) / "b", exact=True)
+    exact = dispatcher_of(Path(folder) / "b", capacity_factor=None)
     roomy = dispatcher_of(Path(folder) / "c", capacity_factor=float(world))
     found = [dispatcher.suggested_factor(), by_hand, int(dispatcher.lost_flag())]  # type: ignore[arg-type]
     found += [exact.lost_flag(), exact.suggested_factor(), roomy.lost_flag()]

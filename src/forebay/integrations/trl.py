@@ -1,8 +1,8 @@
 """Forebay's log-probabilities in TRL's `SFTTrainer`, for models whose head is frozen, as under LoRA.
 
 Input: a managed model whose forward TRL has replaced by one that returns log-probabilities (`fused_lm_head=True`). Output: a
-forward on top that computes them by `forebay.models.log_probs` and leaves every other call to TRL's, which makes the logits of
-a chunk twice: in forward and in backward. The caller removes it.
+forward on top that computes them by `forebay.models.linear_cross_entropy` and leaves every other call to TRL's, which makes
+the logits of a chunk twice: in forward and in backward. The caller removes it.
 """
 
 import inspect
@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from forebay.memory.overrides import is_managed
-from forebay.models.log_probs import linear_log_probs
+from forebay.models.linear_cross_entropy import linear_log_probs
 
 _FIELDS = ("log_probs", "entropy", "is_top1")  # what SFTTrainer asks for. Other trainers differentiate the entropy.
 _SETTINGS: Mapping[str, object] = {

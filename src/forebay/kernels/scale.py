@@ -46,10 +46,9 @@ def scale(x: Tensor, factor: Tensor, dtype: torch.dtype, *, backend: Backend = "
         raise ValueError(f"factor must be one element on {x.device}, got {tuple(factor.shape)} on {factor.device}")
     if factor.dtype != x.dtype:
         raise TypeError(f"factor is {factor.dtype}, x is {x.dtype}")
-    # Inductor fuses the plain form into one pass.
-    if torch.compiler.is_compiling() or not use_triton(backend, x):
-        if torch.compiler.is_compiling():
-            return (x * factor.reshape(())).to(dtype)
+    if torch.compiler.is_compiling():  # Inductor fuses this into one pass
+        return (x * factor.reshape(())).to(dtype)
+    if not use_triton(backend, x):
         # Like the kernel, no intermediate product in x's dtype: a memory trace counts it.
         return torch.mul(x, factor.reshape(()), out=torch.empty_like(x, dtype=dtype))
     out = torch.empty_like(x, dtype=dtype)

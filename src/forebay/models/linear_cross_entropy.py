@@ -1,13 +1,14 @@
-"""Cross entropy of a linear head, without the logits of all tokens.
+"""Cross entropy and log-probabilities of a linear head, without the logits of all tokens.
 
-Input: hidden states [T, H], a weight [V, H] and targets [T]. Output: the scalar loss. It is computed chunk by chunk of tokens:
-the logits of a chunk become the loss and then, in place, their own gradient, which is multiplied into the gradients of
-hidden, weight and bias. Autograd keeps these gradients, and backward scales them. The caller owns all tensors.
+Input: hidden states [T, H], a weight [V, H] and targets [T]. Output: the scalar loss (`linear_cross_entropy`), or figures of each
+token under a frozen head (`linear_log_probs`). They are computed chunk by chunk of tokens: the logits of a chunk become the loss
+and then, in place, their own gradient, which is multiplied into the gradients of hidden, weight and bias. Autograd keeps these
+gradients, and backward scales them. The caller owns all tensors.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -27,9 +28,10 @@ from forebay.kernels.scale import scale
 # on a CPU it is 3 to 4 times faster at such chunks. It has not been measured on a GPU.
 
 # A quarter of a GiB of logits: 4096 tokens at V = 32768 in bf16, enough rows for full-speed GEMMs.
-CHUNK_BYTES = 256 * 2**20
+_CHUNK_BYTES = 256 * 2**20
 # GEMM tiles are 128 or 256 rows: a chunk that is no multiple of it wastes part of its last tile.
 _CHUNK_MULTIPLE = 256
+_IGNORED = -100  # torch's own default
 
 
 def linear_cross_entropy(
@@ -38,7 +40,7 @@ def linear_cross_entropy(
     targets: Tensor,
     *,
     bias: Tensor | None = None,
-    ignore_index: int = -100,
+    ignore_index: int = _IGNORED,
     reduction: str = "mean",
     chunk_tokens: int | None = None,
 ) -> Tensor:
@@ -77,7 +79,7 @@ def linear_cross_entropy(
             "linear_cross_entropy does not run under transforms of torch.func (grad, vmap, jvp): use torch.autograd.grad, or "
             "F.cross_entropy(F.linear(hidden, weight), targets)"
         )
-    hidden, weight, bias = cast_for_autocast(hidden, weight, bias)
+    hidden, weight, bias = _cast_for_autocast(hidden, weight, bias)
     _check(hidden, weight, targets, bias)
     if chunk_tokens is None:
         d_weight = weight.requires_grad and torch.is_grad_enabled()
@@ -98,7 +100,7 @@ def linear_cross_entropy(
     return torch.where(count > 0, total / count.clamp(min=1), float("nan"))
 
 
-def cast_for_autocast(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
+def _cast_for_autocast(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
     """The arguments of `F.linear` in the dtypes that autocast gives them."""
     device_type = hidden.device.type
     if not torch.is_autocast_enabled(device_type):
@@ -107,9 +109,7 @@ def cast_for_autocast(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tu
     return hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
 
 
-def linear_cross_entropy_into(
-    hidden: Tensor, weight: Tensor, targets: Tensor, weight_sum: Tensor, *, ignore_index: int = -100
-) -> Tensor:
+def linear_cross_entropy_into(hidden: Tensor, weight: Tensor, targets: Tensor, weight_sum: Tensor) -> Tensor:
     """The summed loss, a scalar, whose gradient of the weight is added to `weight_sum` in forward.
 
     For gradient accumulation: autograd would hold a gradient [V, H] of each microbatch in fp32, and another one in the
@@ -118,7 +118,7 @@ def linear_cross_entropy_into(
     the weight gets none.
 
     Args:
-        hidden, weight, targets, ignore_index: as in `linear_cross_entropy`; weight is a plain tensor.
+        hidden, weight, targets: as in `linear_cross_entropy`; targets of -100 do not count, and weight is a plain tensor.
         weight_sum: [V, H] fp32 (fp64 for fp64), contiguous; no graph.
 
     Raises:
@@ -130,19 +130,17 @@ def linear_cross_entropy_into(
             f"weight_sum must be {tuple(weight.shape)} {_accumulator_dtype(hidden.dtype)}, "
             f"got {tuple(weight_sum.shape)} {weight_sum.dtype}"
         )
-    return _SummingCrossEntropy.apply(hidden, weight.detach(), targets, weight_sum, ignore_index)
+    return _SummingCrossEntropy.apply(hidden, weight.detach(), targets, weight_sum)
 
 
 class _SummingCrossEntropy(torch.autograd.Function):
     """`linear_cross_entropy_into`: the gradient of hidden is made in forward and scaled in backward."""
 
     @staticmethod
-    def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, weight_sum: Tensor, ignore_index: int
-    ) -> Tensor:
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, weight_sum: Tensor) -> Tensor:
         chunk = _pick_chunk(hidden, vocab=weight.shape[0], d_weight=True)
         needs = [True, True, False]
-        total, d_hidden, *_ = _walk_chunks(hidden, weight, None, targets, ignore_index, chunk, needs, weight_sum)
+        total, d_hidden, *_ = _walk_chunks(hidden, weight, None, targets, _IGNORED, chunk, needs, weight_sum)
         ctx.save_for_backward(d_hidden)
         ctx.dtype = hidden.dtype
         return total
@@ -150,7 +148,7 @@ class _SummingCrossEntropy(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
         (d_hidden,) = ctx.saved_tensors
-        return scale(d_hidden, grad_output, ctx.dtype), None, None, None, None
+        return scale(d_hidden, grad_output, ctx.dtype), None, None, None
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -302,7 +300,7 @@ def _pick_chunk(hidden: Tensor, *, vocab: int, d_weight: bool) -> int:
     768 tokens took 60.7 ms, 1024 55.6, 2048 51.4 and 4096 50.7 (H200). Without d_weight there is no such traffic.
     """
     tokens, width = hidden.shape
-    limit = max(1, CHUNK_BYTES // (vocab * hidden.element_size()))
+    limit = max(1, _CHUNK_BYTES // (vocab * hidden.element_size()))
     if d_weight:
         limit = max(limit, width)
     if limit >= tokens:
@@ -336,3 +334,80 @@ def _check(hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None)
     for name, other in (*given, ("targets", targets)):
         if other.device != hidden.device:
             raise ValueError(f"{name} is on {other.device}, hidden on {hidden.device}")
+
+
+# --- log-probabilities of tokens --------------------------------------------------------------------------------------
+
+
+class TokenLogProbs(NamedTuple):
+    """Figures of T tokens, [T] each: fp32 (fp64 for fp64 inputs), and bool. `entropy` cannot be differentiated."""
+
+    log_probs: Tensor
+    entropy: Tensor
+    is_top1: Tensor
+
+
+def linear_log_probs(hidden: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None = None) -> TokenLogProbs:
+    """`F.log_softmax(F.linear(hidden, weight, bias), -1)` at `targets`, in chunks of tokens: two GEMMs in forward, none in
+    backward. Under autocast the inputs are cast as `F.linear` would cast them.
+
+    The gradient of hidden is made in forward; that of a token's log-probability only scales its row. (A gradient of the weight is
+    a sum over tokens, and cannot be made before theirs are known.) Memory: one chunk of logits, and until backward a gradient
+    [T, H] in hidden's dtype.
+
+    Args:
+        hidden: [T, H] floating point; T may be 0.
+        weight, bias: [V, H] and [V], in the dtype of hidden (before autocast), without gradient.
+        targets: [T] int64 in [0, V).
+
+    Raises:
+        ValueError: a weight or bias that needs a gradient.
+        RuntimeError: (in backward) `create_graph=True`, or a gradient of the entropy.
+    """
+    if weight.requires_grad or (bias is not None and bias.requires_grad):
+        raise ValueError("linear_log_probs makes no gradient of the weight and bias, and one of them needs it")
+    hidden, weight, bias = _cast_for_autocast(hidden, weight, bias)
+    return TokenLogProbs(*_LogProbs.apply(hidden, weight, bias, targets))
+
+
+class _LogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        tokens, needed = hidden.shape[0], ctx.needs_input_grad[0]
+        wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        log_probs, entropy = (hidden.new_empty(tokens, dtype=wide) for _ in range(2))
+        is_top1 = hidden.new_empty(tokens, dtype=torch.bool)
+        d_hidden = torch.empty_like(hidden) if needed else hidden.new_empty(0)
+        chunk = max(1, _CHUNK_BYTES // (weight.shape[0] * hidden.element_size()))
+        buffer = hidden.new_empty(min(chunk, tokens), weight.shape[0])
+        with torch.autocast(hidden.device.type, enabled=False):  # the dtypes are settled
+            for start in range(0, tokens, chunk):
+                part = slice(start, start + chunk)
+                x = hidden[part]
+                logits = torch.mm(x, weight.t(), out=buffer[: x.shape[0]])
+                if bias is not None:
+                    logits += bias
+                stats = (entropy[part], is_top1[part])
+                log_probs[part] = -cross_entropy_(logits, targets[part], write_grad=needed, stats=stats)
+                if needed:
+                    torch.mm(logits, weight, out=d_hidden[part])
+        ctx.save_for_backward(d_hidden)
+        ctx.mark_non_differentiable(is_top1)
+        ctx.set_materialize_grads(False)
+        return log_probs, entropy, is_top1
+
+    @staticmethod
+    def backward(ctx: Any, d_log_probs: Tensor | None, d_entropy: Tensor | None, _: Any) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "linear_log_probs is differentiable once; create_graph=True would drop the second derivative"
+            )
+        if d_entropy is not None:
+            raise RuntimeError("linear_log_probs has no gradient of the entropy; under forebay.manage pass loss=None")
+        (d_hidden,) = ctx.saved_tensors
+        if d_log_probs is None or not ctx.needs_input_grad[0]:
+            return None, None, None, None
+        # The saved gradient is that of the losses, which are the negative log-probabilities.
+        return (d_hidden * -d_log_probs.unsqueeze(1)).to(d_hidden.dtype), None, None, None

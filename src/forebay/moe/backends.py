@@ -77,8 +77,7 @@ def make_dispatcher(
             hidden=hidden,
             slots_per_token=slots_per_token,
             dtype=dtype,
-            capacity_factor=capacity_factor or 1.0,
-            exact=capacity_factor is None,
+            capacity_factor=capacity_factor,
         )
     elif backend == "deepep":
         made = DeepEpDispatcher(group, num_experts, hidden=hidden, dtype=dtype)

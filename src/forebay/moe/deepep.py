@@ -17,6 +17,7 @@ from torch import Tensor
 
 from forebay.moe.dispatch import Handle, TokenDispatcher, aligned, host_int
 
+_NUM_SMS = 24  # multiprocessors for its kernels, as DeepEP's documentation has it for training
 _RANKS_OF_A_HOST = 8  # DeepEP's own bound: more ranks are several hosts, which have other handles
 
 
@@ -41,38 +42,26 @@ class DeepEpDispatcher(TokenDispatcher):
         num_experts: E, a multiple of the group's size.
         hidden: H; a row must be a multiple of 16 bytes.
         dtype: of the rows; DeepEP's combine supports only bf16. Weights may be bf16, fp16 or fp32.
-        num_sms: multiprocessors that its kernels use, an even number. DeepEP's documentation uses 24 in training.
 
     Raises:
-        ValueError: another dtype, rows of other sizes, an odd number of multiprocessors, a number of ranks for which DeepEP has
-            no settings.
+        ValueError: another dtype, rows of other sizes, a number of ranks for which DeepEP has no settings.
         RuntimeError: `deep_ep` is not installed, or has no `Buffer`.
         ImportError: `deep_ep` is broken; the message is its own.
         AssertionError: raised by DeepEP in an operation, if both deterministic algorithms and
             `torch.utils.deterministic.fill_uninitialized_memory` are on.
     """
 
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        num_experts: int,
-        *,
-        hidden: int,
-        dtype: torch.dtype = torch.bfloat16,
-        num_sms: int = 24,
-    ):
+    def __init__(self, group: dist.ProcessGroup, num_experts: int, *, hidden: int, dtype: torch.dtype = torch.bfloat16):
         super().__init__(group.rank(), group.size(), num_experts)
         if dtype != torch.bfloat16:
             raise ValueError(f"the deepep dispatcher takes torch.bfloat16, not {dtype}; symmetric and nccl take others")
         if hidden < 1 or hidden % 8:
             raise ValueError(f"the deepep dispatcher takes rows of whole 16 bytes: hidden {hidden} is no multiple of 8")
-        if num_sms < 2 or num_sms % 2:
-            raise ValueError(f"num_sms must be a positive even number, got {num_sms}")
         package = _package()
-        self._hidden, self._num_sms = hidden, num_sms
+        self._hidden = hidden
         # int32 in some builds of DeepEP.
         self._id_dtype: torch.dtype = getattr(package, "topk_idx_t", torch.int64)
-        self._settings = _settings(package.Buffer, self.size, num_sms)
+        self._settings = _settings(package.Buffer, self.size)
         row_bytes = hidden * dtype.itemsize
         self._buffer: Any = package.Buffer(
             group,
@@ -142,8 +131,8 @@ class DeepEpDispatcher(TokenDispatcher):
         received: Any = torch.library.get_ctx().new_dynamic_size()
         shapes = (
             (self.size, self.size),
-            (self.size, self._num_sms // 2),
-            (self.size, self._num_sms // 2),
+            (self.size, _NUM_SMS // 2),
+            (self.size, _NUM_SMS // 2),
             (received,),
             (tokens, self.size),
             (tokens, self.size),
@@ -186,10 +175,10 @@ def _package() -> Any:
     return package
 
 
-def _settings(buffer: Any, ranks: int, num_sms: int) -> tuple[Any, Any]:
+def _settings(buffer: Any, ranks: int) -> tuple[Any, Any]:
     """DeepEP's settings for dispatch and combine; they read the number of multiprocessors from the class."""
     before = buffer.num_sms
-    buffer.set_num_sms(num_sms)
+    buffer.set_num_sms(_NUM_SMS)
     try:
         return buffer.get_dispatch_config(ranks), buffer.get_combine_config(ranks)
     except AssertionError as error:

@@ -34,8 +34,8 @@ class SymmetricDispatcher(TokenDispatcher):
 
     capacity_factor is relative to an even split of all slots; from P on nothing can exceed it. All ranks record what each one
     needs. Rows above the capacity are dropped: `lost_flag` reports it on the device, `check` raises, and results since then are
-    wrong until they are recomputed within `exactly`. With `exact`, and within `exactly`, each dispatch waits once for the
-    counts, and C and S are the exact numbers rounded up to `ALIGNMENT`.
+    wrong until they are recomputed within `exactly`. Without a capacity factor, and within `exactly`, each dispatch waits once
+    for the counts, and C and S are the exact numbers rounded up to `ALIGNMENT`.
 
     Handle:
 
@@ -52,12 +52,11 @@ class SymmetricDispatcher(TokenDispatcher):
         hidden: H; a row must be a multiple of 16 bytes.
         slots_per_token: K.
         dtype: of the rows: bf16, fp16 or fp32. Weights may be any of them too.
-        capacity_factor: at least 1. Ignored if `exact`.
+        capacity_factor: at least 1; None for exact sizes, with one host synchronization a dispatch.
         timeout_s: how long a kernel waits for the other ranks.
-        exact: one host synchronization per dispatch instead of a capacity.
 
     Attributes:
-        capacity_rows, capacity_slots: C and S; with `exact` the largest that are possible.
+        capacity_rows, capacity_slots: C and S; with exact sizes the largest that are possible.
         memory_bytes: symmetric memory of each rank: about 2 T (P + 1) rows.
 
     Raises:
@@ -74,12 +73,11 @@ class SymmetricDispatcher(TokenDispatcher):
         hidden: int,
         slots_per_token: int,
         dtype: torch.dtype,
-        capacity_factor: float = 2.0,
+        capacity_factor: float | None = 2.0,
         timeout_s: float = 120.0,
-        exact: bool = False,
     ):
         super().__init__(group.rank(), group.size(), num_experts)
-        if not capacity_factor >= 1:
+        if capacity_factor is not None and not capacity_factor >= 1:
             raise ValueError(f"capacity_factor must be at least 1 (an even split), got {capacity_factor}")
         if dtype not in DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(map(str, DTYPES))}, got {dtype}")
@@ -90,7 +88,8 @@ class SymmetricDispatcher(TokenDispatcher):
             )
         layout = PeerLayout(self.size, tokens, slots_per_token, hidden * dtype.itemsize)
         most = self.size * tokens * min(slots_per_token, self.local_experts)
-        allowed = most if exact else min(most, math.ceil(capacity_factor * tokens * slots_per_token))
+        exact = capacity_factor is None
+        allowed = most if capacity_factor is None else min(most, math.ceil(capacity_factor * tokens * slots_per_token))
         self.capacity_slots = aligned(allowed)
         self.capacity_rows = min(self.size * tokens, self.capacity_slots)
         self.memory_bytes = layout.total

@@ -10,6 +10,7 @@ memory is free. The graph owns tickets and region calls; the manager owns the st
 offloaded.
 """
 
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -125,6 +126,8 @@ class Manager:
         self._base: int | None = None  # bytes allocated before the step that is about to begin
         self._saved_by: dict[Key, int] = {}  # bytes, in the last measured step
         self._shared: set[Key] = set()  # calls with a storage that another call of the same step saves too
+        # Held to end and begin a step: threads may run forwards of one model at once, and all find that a step is over.
+        self._between_steps = threading.RLock()
         self._manage_on(device)
         for region in self._regions.values():
             if region.placement in _RECOMPUTED:
@@ -146,7 +149,6 @@ class Manager:
             self.store, placements, self._budget, self._offload, self._switch_light, self._transfers.mark
         )
         self._step = Step(self._backwards)
-        self._awaits_call = False  # a step has begun, and its first call is on the way
         self._ended = False  # `end_step` of the last step was called
         self._followed: Plan | None = None  # in the last step
         self._recording: TimelineRecorder | None = None  # of the current step, while measuring
@@ -320,18 +322,14 @@ class Manager:
                 return forward(*args, **kwargs)
         if not torch.is_grad_enabled() or self._is_unmanaged_here(region):
             return forward(*args, **kwargs)
-        if self._plans and self._step.finished and not self._awaits_call:
-            self._begin_step()  # before the placement is looked up: the plan may change here
-        placement = self._in_force(region)
+        call, placement = self._enter(region)
         if region.path not in self._kept_bytes and (placement == "recompute" or region.placement == "keep"):
             forward = self._count_kept(region, forward, args, kwargs)
         if placement in _RECOMPUTED and region.light is None:
             forward = checkpointed  # its inputs pass the hooks of `_run_packed`
-        if not self._plans:
+        if call is None:
             return forward(*args, **kwargs)
-        call = self._step.new_call(region.path)
         call.rounds = self._compresses and forward is not checkpointed
-        self._awaits_call = False
         self._transfers.on_event("F", call, self.tuner)
         recorder = self.tuner.recorder
         try:
@@ -349,6 +347,16 @@ class Manager:
             raise
         self._watch(call, out)
         return out
+
+    def _enter(self, region: Region) -> tuple[RegionCall | None, str | None]:
+        """The region's placement, and its call in the step, which begins here if the last one is over; None if nothing plans."""
+        if not self._plans:
+            return None, self._in_force(region)
+        with self._between_steps:
+            if self._step.finished:
+                self._begin_step()
+            placement = self._in_force(region)
+            return self._step.new_call(region.path), placement
 
     def _run_packed(self, region: Region, call: RegionCall, forward: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """The forward of a call that may offload something."""
@@ -542,14 +550,15 @@ class Manager:
         """Plan the next step, if the last one is over."""
         if self._around is not None:
             return  # a new plan would switch light recomputation on or off within a profile
-        if self._plans and not self._transfers.captured and not self._ended and self._step.finished:
-            self.tuner.end_step()
-            self._ended = True
+        with self._between_steps:
+            if self._plans and not self._transfers.captured and not self._ended and self._step.finished:
+                self.tuner.end_step()
+                self._ended = True
 
     def _begin_step(self) -> None:
         if not self._ended:
             self.tuner.end_step()
-        self._ended, self._awaits_call, self._backward_task = False, True, -1
+        self._ended, self._backward_task = False, -1
         self._transfers.begin_step(self._step)
         self._step.forget_storages()
         self._step = Step(self._backwards)

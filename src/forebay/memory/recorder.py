@@ -173,8 +173,10 @@ class TimelineRecorder(_EventRecorder):
 
     def region_left(self, key: Key, items: list[int], light_recompute: bool, mark: Callable[[], Any]) -> None:
         """The forward of a call is over. `items`: bytes of the storages that it saved first."""
+        last = next((s for s in reversed(self._samples) if s.key == key and s.kind == "F"), None)
+        if last is None:
+            return  # another thread has begun a step since the call began
         self._figures[key] = CallFigures(key, tuple(items), 0.0, light_recompute, self._inputs.get(key, 0))
-        last = next(s for s in reversed(self._samples) if s.key == key and s.kind == "F")
         last.region_end = mark()
 
     def exclude(self, key: Key, item: int) -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from forebay.kernels.cross_entropy import cross_entropy_
-from forebay.kernels.grouped_wgrad import add_rows_by_rows
+from forebay.kernels.grouped import add_rows_by_rows
 from forebay.kernels.launch import packed, use_triton
 from forebay.kernels.permute import combine_rows, gather_rows, sort_slots
 from forebay.kernels.scale import scale

@@ -389,7 +389,7 @@ def test_backends_by_name(backends: None) -> None:
         ({"hidden": 36}, "NcclDispatcher"),  # nor rows of odd bytes
     ],
 )
-def test_auto_is_symmetric_wherepeers_are_reachable(
+def test_auto_is_symmetric_where_peers_are_reachable(
     backends: None, monkeypatch: pytest.MonkeyPatch, more: dict[str, Any], wanted: str
 ) -> None:
     monkeypatch.setattr(choose, "topology_of", lambda group: Topology((0, 0)))

@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
+from forebay.kernels import grouped
+from forebay.kernels.grouped import rows_by_matrix, rows_by_rows
 from forebay.kernels.row_fp8 import decode_rows, encode_rows
 from forebay.moe import experts_op as experts_op_module
-from forebay.moe import grouped
 from forebay.moe.experts import experts
-from forebay.moe.grouped import rows_by_matrix, rows_by_rows
 from forebay.moe.low_rank import LowRank
 from forebay.moe.wgrad import WeightGradients
 

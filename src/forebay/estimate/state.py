@@ -112,7 +112,7 @@ class Sharing:
 
     @property
     def adds_in_place(self) -> bool:
-        """The experts' weight gradients are added to wider sums as they are made (`forebay.kernels.grouped_wgrad`)."""
+        """The experts' weight gradients are added to wider sums as they are made (`forebay.kernels.grouped`)."""
         return self.gathered and self.sharded and self.summed != self.compute
 
 

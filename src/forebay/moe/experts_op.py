@@ -16,13 +16,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from forebay.kernels.grouped_wgrad import add_rows_by_rows
+from forebay.kernels.grouped import add_rows_by_rows, rows_by_matrix, rows_by_rows
 from forebay.kernels.low_rank import Gathered
 from forebay.kernels.paging import PageTable
 from forebay.kernels.permute import combine_rows, gather_rows
 from forebay.kernels.row_fp8 import decode_rows, encoded_width
 from forebay.kernels.swiglu import Glu, swiglu_backward, swiglu_forward
-from forebay.moe.grouped import rows_by_matrix, rows_by_rows
 from forebay.moe.low_rank import Adapter, LowRank, adapter_of
 from forebay.moe.routing import Routing, route, routing_map, row_experts, slot_experts
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from forebay.kernels.grouped_wgrad import add_rows_by_rows
+from forebay.kernels.grouped import add_rows_by_rows
 from tests.kernels.common import DEVICE
 
 # Triton's interpreter multiplies the bits of bf16 as if they were integers: those run on a GPU only.

@@ -13,8 +13,8 @@ from forebay.moe.dispatch import TokenDispatcher, combine, dispatch
 from forebay.moe.experts import experts
 from forebay.moe.wgrad import WeightGradients
 from forebay.pipeline.p2p import Links
-from forebay.pipeline.runtime import OverlappedStep, PipelineRuntime, Stage
-from forebay.pipeline.schedule import PipelinePlan
+from forebay.pipeline.runtime import LocalBalance, PipelineRuntime, Stage
+from forebay.pipeline.schedule import PipelinePlan, overlap_plan
 
 E, K, H, INNER, V, S = 4, 2, 16, 8, 11, 6
 CPU = torch.device("cpu")
@@ -107,8 +107,8 @@ class Net(nn.Module):
         self.of_head += [StorageWeakRef(t.untyped_storage()) for t in (normed, logits)]
         return F.cross_entropy(logits, ids.roll(-1, 1).view(-1))
 
-    def overlapped(self, **settings: Any) -> OverlappedStep:
-        return OverlappedStep(list(self.layers), self.embedding, self.epilogue, CPU, **settings)  # type: ignore[arg-type]
+    def overlapped(self, **settings: Any) -> "Overlapped":
+        return Overlapped(list(self.layers), self.embedding, self.epilogue, CPU, **settings)
 
     def stages(self, plan: PipelinePlan, rank: int) -> dict[int, Stage]:
         parts, last = np.array_split(range(len(self.layers)), len(plan.ranks)), len(plan.ranks) - 1
@@ -149,6 +149,24 @@ class Net(nn.Module):
         grads = {name: p.grad for name, p in self.named_parameters()}
         self.zero_grad(set_to_none=True)
         return grads
+
+
+class Overlapped:
+    """A runtime of one stage, for steps of any number of microbatches. `routers` is added to each loss."""
+
+    def __init__(
+        self, layers: Any, prologue: Any, epilogue: Any, device: torch.device, routers: Any = None, weights: Any = None
+    ) -> None:
+        balance = LocalBalance(routers, 1.0, device) if routers else None
+        stages = {0: Stage(layers, prologue, epilogue)}
+        self.runtime = PipelineRuntime(stages, overlap_plan(1), 0, None, device, balance=balance, weights=weights)
+        self.context = self.runtime.context
+
+    def run(self, microbatches: Sequence[Tensor]) -> Tensor:
+        self.runtime.plan = overlap_plan(len(microbatches))
+        losses, ran = self.runtime.run(microbatches, like)
+        assert tuple(ran) == self.runtime.plan.actions[0] and losses is not None
+        return losses
 
 
 def like(ids: Tensor) -> Tensor:

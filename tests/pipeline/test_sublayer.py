@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from forebay.moe.dispatch import Handle, TokenDispatcher
-from forebay.pipeline.runtime import OverlappedStep
 from forebay.pipeline.sublayer import ExecutionContext, NullStream, cut
 from tests.helpers import delayed
+from tests.pipeline.nets import Overlapped
 
 E, K = 4, 2
 CPU = torch.device("cpu")
@@ -157,14 +157,14 @@ def plain(
     before = settings.pop("before", lambda: None)
     stack = [Plain(dispatcher, width, log, before, device) for _ in range(layers)]
     head = settings.pop("head", lambda x, _: x.square().mean())
-    return OverlappedStep(stack, lambda m: m.clone(), head, device, **settings), stack  # type: ignore[arg-type]
+    return Overlapped(stack, lambda m: m.clone(), head, device, **settings), stack
 
 
-def simulated(layers: int) -> tuple[OverlappedStep, list[Plain], list[str]]:
+def simulated(layers: int) -> tuple[Overlapped, list[Plain], list[str]]:
     log: list[str] = []
     comm = Comm(log)
     step, stack = plain(Copies(comm), log, layers, 8)
-    step._context.comm, step._context.compute = comm, Compute(comm)
+    step.context.comm, step.context.compute = comm, Compute(comm)
     return step, stack, log
 
 
@@ -309,7 +309,7 @@ def gpu_run(late: str, rule: str) -> list[Tensor | None]:
     before = long if late == "computations" else short
     step, stack = plain(dispatcher, [], 3, 512, torch.device("cuda"), before=before)
     if late == "nothing":
-        step._context.comm = torch.cuda.current_stream()  # one stream: no order to get wrong
+        step.context.comm = torch.cuda.current_stream()  # one stream: no order to get wrong
     microbatches = list(torch.randn(4, 1, 512, 512, generator=torch.Generator().manual_seed(5)).cuda())
     with broken(rule):
         losses = step.run(microbatches)

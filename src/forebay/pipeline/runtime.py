@@ -1,9 +1,9 @@
-"""Runs a step: a pipeline rank's plan action by action, or the microbatches of a single rank with overlap.
+"""Runs a step: a pipeline rank's plan, action by action.
 
-Input: stages, links and a plan (`PipelineRuntime`), or a model as a list of layers (`OverlappedStep`); and the microbatches
-of a step. Output: gradients in the parameters' `.grad`, and the losses where the last stage is. `StageBalance` is the
-routers' load-balancing loss when layers are on several ranks. The two runners own their communication stream. The state of
-a step hangs on the call that runs it, so an exception leaves nothing behind.
+Input: stages, links and a plan, which may be that of a single rank (`forebay.pipeline.schedule.overlap_plan`); and the
+microbatches of a step. Output: gradients in the parameters' `.grad`, and the losses where the last stage is. `StageBalance` and
+`LocalBalance` are the routers' load-balancing loss where layers are on several ranks, and on one. `PipelineRuntime` owns its
+communication stream. The state of a step hangs on the call that runs it, so an exception leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from forebay.kernels.flags import Flags
 from forebay.moe.wgrad import WeightGradients
 from forebay.pipeline.p2p import Links, Message, Packet
 from forebay.pipeline.schedule import (
@@ -45,36 +44,110 @@ from forebay.pipeline.sublayer import (
 )
 
 
-class StageBalance:
-    """The routers' load-balancing loss where the MoE layers are on several pipeline ranks.
+class Balance:
+    """The routers' load-balancing loss of a step's microbatches.
+
+    Args:
+        coefficient: factor of the loss in gradients.
+        device: where everything runs.
+
+    Attributes:
+        parts: what the loss and its gradients are divided by, such as the microbatches of a step; set it before one.
+    """
+
+    def __init__(self, coefficient: float, device: torch.device):
+        self._coefficient, self._device = coefficient, device
+        self.parts = 1
+        self._losses: dict[int, Tensor] = {}  # by microbatch
+
+    def like(self) -> tuple[Packet, Packet]:
+        """Meta tensors like what goes forward with hidden states, and back with their gradients."""
+        raise NotImplementedError
+
+    def forward(self, router_outputs: RouterOutputs, before: Packet) -> tuple[Packet, Any]:
+        """After the layers of a stage: what goes forward, with `before` of earlier stages in it; and what `gradients` needs."""
+        raise NotImplementedError
+
+    def finish(self, total: Packet, microbatch: int) -> Packet:
+        """On the last stage, record the loss. Returns what goes back.
+
+        Args:
+            total: what `forward` returned there.
+        """
+        raise NotImplementedError
+
+    def gradients(self, kept: Any, total: Packet) -> list[Tensor | None]:
+        """The gradient of each layer's logits [T, E], in their dtype; None without one.
+
+        Args:
+            kept: what `forward` returned for `gradients`.
+            total: what `finish` returned.
+        """
+        raise NotImplementedError
+
+    def take_losses(self) -> Tensor:
+        """The sum of the recorded losses, a scalar; 0 on ranks without the last stage. Forgets them."""
+        losses, self._losses = self._losses, {}
+        return torch.stack(list(losses.values())).sum() if losses else torch.zeros((), device=self._device)
+
+
+class LocalBalance(Balance):
+    """The loss where all layers are on this rank: by autograd, before the head, as its gradients wait for no other stage.
+
+    Args:
+        loss: router outputs of all MoE layers of a microbatch -> a scalar.
+    """
+
+    def __init__(self, loss: Callable[[RouterOutputs], Tensor], coefficient: float, device: torch.device):
+        super().__init__(coefficient, device)
+        self._loss = loss
+
+    def like(self) -> tuple[Packet, Packet]:
+        return (torch.empty((), device="meta"),), ()
+
+    def forward(self, router_outputs: RouterOutputs, before: Packet) -> tuple[Packet, list[Tensor | None]]:
+        if not router_outputs:
+            return (torch.zeros((), device=self._device),), []
+        logits = [t.requires_grad_() for t, _ in router_outputs]
+        with torch.set_grad_enabled(self._coefficient != 0):
+            loss = self._loss(router_outputs).float() / self.parts
+            if self._coefficient:
+                (self._coefficient * loss).backward()
+        return (loss.detach(),), [t.grad for t in logits]
+
+    def finish(self, total: Packet, microbatch: int) -> Packet:
+        (self._losses[microbatch],) = total
+        return ()
+
+    def gradients(self, kept: list[Tensor | None], total: Packet) -> list[Tensor | None]:
+        return kept
+
+
+class StageBalance(Balance):
+    """The loss where the MoE layers are on several pipeline ranks.
 
     The loss is that of `forebay.models.router.balance_loss`: E * sum over experts of (share of choices) * (mean probability),
     over the tokens of all layers. Choices have no gradient, so a stage's gradient needs of other stages only how often each
-    expert was chosen and the number of tokens. Sums go forward with the hidden states; `finish` turns them into what
-    `gradients` needs, which goes back with the gradients.
+    expert was chosen and the number of tokens. Sums go forward with the hidden states; `finish` turns them into what goes back
+    with the gradients.
 
     Args:
         experts: E, the number of experts of every MoE layer.
-        coefficient: factor of the loss in gradients.
-        device: device of the sums.
-
-    Attributes:
-        scale: a further factor of the loss and its gradients, such as 1 / microbatches; set it before a step.
     """
 
     def __init__(self, experts: int, coefficient: float, device: torch.device):
-        self._experts, self._coefficient, self._device = experts, coefficient, device
-        self.scale = 1.0
-        self._losses: dict[int, Tensor] = {}
+        super().__init__(coefficient, device)
+        self._experts = experts
 
-    def like(self) -> tuple[Tensor, Tensor]:
-        """Meta tensors like the results of `sums`, [2E + 1], and `finish`, [E + 1], fp32. Counts are exact up to 2^24."""
-        return tuple(torch.empty(n, device="meta") for n in (2 * self._experts + 1, self._experts + 1))  # type: ignore[return-value]
+    def like(self) -> tuple[Packet, Packet]:
+        """[2E + 1] and [E + 1], fp32. Counts are exact up to 2^24."""
+        sums, total = (torch.empty(n, device="meta") for n in (2 * self._experts + 1, self._experts + 1))
+        return (sums,), (total,)
 
     @torch.no_grad()
-    def sums(self, router_outputs: RouterOutputs, before: Tensor | None) -> Tensor:
-        """[2E + 1]: choices per expert, summed probability per expert, and tokens. `before` is that of earlier layers, added."""
-        total = torch.zeros(2 * self._experts + 1, device=self._device) if before is None else before
+    def forward(self, router_outputs: RouterOutputs, before: Packet) -> tuple[Packet, RouterOutputs]:
+        """[2E + 1]: choices per expert, summed probability per expert, and tokens."""
+        total = before[0] if before else torch.zeros(2 * self._experts + 1, device=self._device)
         for logits, ids in router_outputs:
             chosen = torch.zeros(self._experts, device=self._device)
             choices = (ids >= 0).float()
@@ -82,35 +155,31 @@ class StageBalance:
             tokens = choices.amax(1, keepdim=True)
             probability = (logits.softmax(-1).float() * tokens).sum(0)
             total = total + torch.cat([chosen, probability, tokens.sum().reshape(1)])
-        return total
+        return (total,), router_outputs
 
-    def finish(self, sums: Tensor, microbatch: int) -> Tensor:
-        """On the last stage: record the loss. Returns [E + 1], choices and tokens, for `gradients`."""
-        chosen, probability, rows = sums.split([self._experts, self._experts, 1])
+    def finish(self, total: Packet, microbatch: int) -> Packet:
+        """[E + 1]: choices and tokens."""
+        chosen, probability, rows = total[0].split([self._experts, self._experts, 1])
         rows = rows.clamp(min=1)  # without an MoE layer, avoid 0 / 0
-        self._losses[microbatch] = torch.sum((chosen / rows) * (probability / rows)) * (self._experts * self.scale)
-        return torch.cat([chosen, rows])
+        self._losses[microbatch] = torch.sum((chosen / rows) * (probability / rows)) * (
+            self._experts * (1 / self.parts)
+        )
+        return (torch.cat([chosen, rows]),)
 
-    def gradients(self, router_outputs: RouterOutputs, total: Tensor) -> list[Tensor | None]:
-        """The gradient of each layer's logits [T, E], in their dtype; None if the coefficient is 0."""
+    def gradients(self, kept: RouterOutputs, total: Packet) -> list[Tensor | None]:
         if self._coefficient == 0:
-            return [None] * len(router_outputs)
-        chosen, rows = total.split([self._experts, 1])
-        factor = self._coefficient * self.scale * self._experts
+            return [None] * len(kept)
+        chosen, rows = total[0].split([self._experts, 1])
+        factor = self._coefficient * (1 / self.parts) * self._experts
         per_probability = chosen / rows / rows * factor
         gradients: list[Tensor | None] = []
-        for logits, ids in router_outputs:
+        for logits, ids in kept:
             leaf = logits.detach().requires_grad_()
             tokens = (ids >= 0).any(1, keepdim=True).float()
             with torch.enable_grad():
                 (leaf.softmax(-1).float() * tokens).sum(0).backward(per_probability)
             gradients.append(leaf.grad)
         return gradients
-
-    def take_losses(self) -> Tensor:
-        """The sum of the recorded losses times `scale`, a scalar; 0 on ranks without the last stage. Forgets them."""
-        losses, self._losses = self._losses, {}
-        return torch.stack(list(losses.values())).sum() if losses else torch.zeros((), device=self._device)
 
 
 @dataclass(frozen=True)
@@ -146,7 +215,8 @@ class PipelineRuntime:
         F            prologue, packet of a neighbor, or previous stage on this rank -> layers -> packet, or loss and its gradient
         B            packet, next stage on this rank, or gradient of the loss -> layers -> packet, or prologue's backward
         I, W         B without the experts' weight gradients; then these
-        OVERLAP_F_B  a forward and a backward take turns, so that each one's transfers hide behind the other's computations
+        OVERLAP_F_B  a forward and a backward take turns, so that each one's transfers hide behind the other's computations. In
+                     a plan of one stage, the head runs after the backward, when the other microbatch's activations are gone
         RECV         posts the receive; SEND does nothing, because packets are sent as soon as they are made
 
     Args:
@@ -155,7 +225,7 @@ class PipelineRuntime:
         rank: this pipeline rank.
         links: to the neighbors; None if there are none.
         device: where everything runs.
-        balance: the load-balancing loss of all stages' routers, or None.
+        balance: the load-balancing loss of the routers, or None.
         weights: the store of the experts: I actions defer their weight gradients to W, and a whole backward computes them while
             a transfer is under way.
         idle: called before the compute stream is made to wait for another rank.
@@ -172,7 +242,7 @@ class PipelineRuntime:
         links: Links | None,
         device: torch.device,
         *,
-        balance: StageBalance | None = None,
+        balance: Balance | None = None,
         weights: WeightGradients | None = None,
         idle: Callable[[], None] = lambda: None,
     ):
@@ -232,7 +302,7 @@ class _RuntimeStep:
         self._ranks = runtime.plan.ranks
         self._passes: dict[tuple[int, int], StagePass] = {}
         self._prologues: dict[tuple[int, int], Segment] = {}
-        self._router_outputs: dict[tuple[int, int], RouterOutputs] = {}
+        self._kept: dict[tuple[int, int], Any] = {}  # of the router outputs, for `Balance.gradients`
         self._deferred_weights: dict[tuple[int, int], list[Callable[[], None]]] = {}
         self._packets: dict[Message, Packet] = {}  # inputs of this rank's stages, from links, stages here, or the loss
         self.losses: dict[int, Tensor] = {}
@@ -269,14 +339,15 @@ class _RuntimeStep:
         back = self._backward(backward.stage, backward.microbatch)
         next(back)  # the backward's first transfer goes first, so that the forward's first computation hides it
         computing = [has_experts(layer) for layer in ours.layers]
+        hides_head = ours.epilogue is not None and ours is not other
         # The head is a computation too, and as long as several layers.
-        computing += [False] if ours.epilogue is not None else []
-        order = turns(computing, [has_experts(layer) for layer in reversed(other.layers)])
-        last = len(order) - order[::-1].index("F")
-        # The forward's output is taken and sent on one computation later.
-        take_turns([*order[: last + 1], "F", *order[last + 1 :]], forth, back)
-        _drain(forth)
-        _drain(back)
+        order = turns(computing + [False] * hides_head, [has_experts(layer) for layer in reversed(other.layers)])
+        if ours is not other:
+            last = len(order) - order[::-1].index("F")
+            order.insert(last + 1, "F")  # the forward's output is taken and sent on one computation later
+        take_turns(order, forth, back)
+        for rest in (back, forth) if ours is other else (forth, back):
+            _drain(rest)
 
     @contextmanager
     def _deferring_weights(self, action: Action) -> Iterator[None]:
@@ -292,37 +363,34 @@ class _RuntimeStep:
         parts, data = self._runtime.stages[stage], self._microbatches[microbatch]
         here = (stage, microbatch)
         parts.enter(data)
-        before: Tensor | None = None
+        before: Packet = ()
         if parts.prologue is not None:
             self._prologues[here], x = cut(partial(parts.prologue, data))
         else:
             x = self._packets.pop(Message("F", stage, microbatch))
-            before = x[1] if len(x) > 1 else None
-            x = x[:1]
+            x, before = x[:1], x[1:]
         balance, runtime = self._runtime.balance, self._runtime
         entering = Pending(x)
         del x  # a frame that holds it would keep its memory for the whole forward
         passing = StagePass(parts.layers, runtime.context, balance is not None, runtime.weights)
         self._passes[here] = passing
         yield from passing.forward(entering)
-        sums: tuple[Tensor, ...] = ()
+        sums: Packet = ()
         if balance is not None:
-            router_outputs = passing.take_router_outputs()
-            sums = (balance.sums(router_outputs, before),)
-            self._router_outputs[here] = router_outputs
-        output = passing.output.take()
+            sums, self._kept[here] = balance.forward(passing.take_router_outputs(), before)
+        output = passing.output
         del passing.output
         if not torch.is_grad_enabled():  # no backward follows
-            for states in (self._passes, self._prologues, self._router_outputs):
+            for states in (self._passes, self._prologues, self._kept):
                 states.pop(here, None)  # type: ignore[attr-defined]
         if parts.epilogue is None:
-            self._hand_on(Message("F", stage + 1, microbatch), (*output, *sums))
+            self._hand_on(Message("F", stage + 1, microbatch), (*output.take(), *sums))
             return
-        total = (balance.finish(sums[0], microbatch),) if balance is not None else ()
+        total = balance.finish(sums, microbatch) if balance is not None else ()
         if not torch.is_grad_enabled():
-            self.losses[microbatch] = parts.epilogue(output[0], data)
+            self.losses[microbatch] = parts.epilogue(output.take()[0], data)
             return
-        self.losses[microbatch], dx = _head(parts.epilogue, Pending(output), data)
+        self.losses[microbatch], dx = _head(parts.epilogue, output, data)
         self._packets[Message("B", stage, microbatch)] = (dx, *total)
 
     def _backward(self, stage: int, microbatch: int) -> Iterator[None]:
@@ -332,9 +400,9 @@ class _RuntimeStep:
         passing = self._passes.pop(here)
         d_logits = None
         if self._runtime.balance is not None:
-            d_logits = self._runtime.balance.gradients(self._router_outputs.pop(here), total[0])
+            d_logits = self._runtime.balance.gradients(self._kept.pop(here), tuple(total))
         passing.begin_backward(dy, d_logits)
-        del dy
+        del dy, d_logits
         yield
         yield from passing.backward()
         dx = passing.gradient.pop()
@@ -352,7 +420,7 @@ class _RuntimeStep:
         source = self._ranks[action.stage + 1 if backward else action.stage - 1]
         like: list[Tensor] = [self._like(self._microbatches[action.microbatch])]
         if self._runtime.balance is not None:
-            like.append(self._runtime.balance.like()[1 if backward else 0])
+            like += self._runtime.balance.like()[backward]
         assert self._runtime.links is not None
         self._runtime.links.expect(message, source, like)
 
@@ -381,127 +449,3 @@ def _head(epilogue: Callable[[Tensor, Any], Tensor], x: Pending, data: Any) -> t
     segment, (loss,) = cut(lambda t: epilogue(t, data), *x.take())
     (dx,) = segment.backward([torch.ones_like(loss)])
     return loss, dx
-
-
-class OverlappedStep:
-    """Runs the microbatches of a step without pipeline stages: each forward runs with the backward of the one before.
-
-        F0 | F1 with B0 | F2 with B1 | ... | F(M-1) with B(M-2) | B(M-1)
-
-    Losses and gradients are bitwise those of plain autograd, one microbatch after the other. The order of computations
-    (`forebay.pipeline.schedule.turns`, drawn in docs/expert_parallel.md) follows from the list of layers alone. So it is the
-    same on every rank, and no rank waits for a transfer that another one enqueues later.
-
-    Args:
-        layers: in forward order; at least one.
-        prologue: microbatch -> x [B, S, H], such as the embedding.
-        epilogue: (x, microbatch) -> scalar loss: final norm, head and loss.
-        device: where everything runs.
-        routers: (logits [T, E], ids [T, K]) of all MoE layers of a microbatch -> a scalar that is added to its loss. Called once
-            per microbatch, in their order, before the epilogue.
-        weights: the store of the experts; see `forebay.pipeline.sublayer.StagePass`.
-
-    Raises:
-        ValueError: no layers.
-    """
-
-    def __init__(
-        self,
-        layers: Sequence[Layer],
-        prologue: Callable[[Any], Tensor],
-        epilogue: Callable[[Tensor, Any], Tensor],
-        device: torch.device,
-        *,
-        routers: Callable[[RouterOutputs], Tensor] | None = None,
-        weights: WeightGradients | None = None,
-    ):
-        if not layers:
-            raise ValueError("there are no layers to run")
-        self.layers, self.prologue, self.epilogue, self.routers = list(layers), prologue, epilogue, routers
-        self.weights = weights
-        self._context = ExecutionContext(device)
-        moe = [has_experts(layer) for layer in self.layers]
-        self._order = turns(moe, moe[::-1])
-
-    @property
-    def flags(self) -> Flags:
-        """Used by the compute stream to wait for transfers in a CUDA graph."""
-        return self._context.flags
-
-    def run(self, microbatches: Sequence[Any]) -> Tensor:
-        """Run forward and backward of all microbatches. Gradients are added to `.grad` in their order.
-
-        Args:
-            microbatches: passed to prologue and epilogue.
-
-        Returns:
-            [M] losses of the epilogue, without what `routers` adds.
-
-        Raises:
-            ValueError: no microbatches.
-            RuntimeError: gradients are disabled.
-        """
-        if not microbatches:
-            raise ValueError("there are no microbatches to run")
-        if not torch.is_grad_enabled():
-            raise RuntimeError("a step computes gradients: run it outside of torch.no_grad")
-        self._context.enter()
-        losses = []
-        backward: Iterator[None] = iter(())
-        try:
-            for data in microbatches:
-                microbatch = _OverlappedMicrobatch(self, self._context, data)
-                forward = microbatch.forward()
-                take_turns(self._order, forward, backward)
-                _drain(backward)
-                _drain(forward)  # the head runs when the other microbatch's activations are gone
-                losses.append(microbatch.loss)
-                backward = microbatch.backward()
-            _drain(backward)
-        finally:
-            self._context.leave()
-        return torch.stack(losses)
-
-
-class _OverlappedMicrobatch:
-    """One microbatch from the prologue to the loss and back."""
-
-    loss: Tensor
-
-    def __init__(self, step: OverlappedStep, context: ExecutionContext, data: Any):
-        self._step, self._data = step, data
-        self._stage = StagePass(step.layers, context, step.routers is not None, step.weights)
-
-    def forward(self) -> Iterator[None]:
-        """From the prologue to the loss and the gradient of its input, whose transfer is enqueued."""
-        self._prologue, x = cut(partial(self._step.prologue, self._data))
-        entering = Pending(x)
-        del x  # a frame that holds it would keep its memory for the whole forward
-        yield from self._stage.forward(entering)
-        d_logits = self._router_gradients()
-        output = self._stage.output
-        del self._stage.output
-        self.loss, dx = _head(self._step.epilogue, output, self._data)
-        self._stage.begin_backward(dx, d_logits)
-        self._data = None
-
-    def backward(self) -> Iterator[None]:
-        """From the last layer to the prologue."""
-        yield from self._stage.backward()
-        self._prologue.backward([self._stage.gradient.pop()])
-        del self._prologue
-        yield
-
-    def _router_gradients(self) -> list[Tensor | None] | None:
-        """The gradient of each MoE layer's logits."""
-        if self._step.routers is None:
-            return None
-        router_outputs = self._stage.take_router_outputs()
-        if not router_outputs:
-            return None
-        logits = [t.requires_grad_() for t, _ in router_outputs]
-        auxiliary = self._step.routers(router_outputs)
-        if not auxiliary.requires_grad:
-            return None
-        auxiliary.backward()
-        return [t.grad for t in logits]

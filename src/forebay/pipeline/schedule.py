@@ -57,7 +57,7 @@ class PipelinePlan:
     """One step of a pipeline.
 
     Attributes:
-        name: one of `forebay.config.SCHEDULES`, or "forward".
+        name: one of `forebay.config.SCHEDULES`, "overlap" or "forward".
         ranks: pipeline rank of each stage.
         microbatches: number of microbatches in a step.
         actions: actions of each rank, in its order.
@@ -117,6 +117,22 @@ def make_plan(name: str, pp: int, microbatches: int, chunks: int = 2, weights_ea
     if weights_early:
         return replace(plan, actions=tuple(_weights_early(actions, ranks) for actions in plan.actions))
     return plan
+
+
+def overlap_plan(microbatches: int) -> PipelinePlan:
+    """The plan of a single rank with one stage, where each forward runs with the backward of the microbatch before:
+
+        F0 | F1 with B0 | F2 with B1 | ... | F(M-1) with B(M-2) | B(M-1)
+
+    Raises:
+        ValueError: no microbatches.
+    """
+    if microbatches < 1:
+        raise ValueError("there are no microbatches to run")
+    forwards, backwards = ([Action(kind, 0, m) for m in range(microbatches)] for kind in (FORWARD, BACKWARD))
+    pairs = zip(forwards[1:], backwards, strict=False)
+    overlaps = [Action(OVERLAP, -1, -1, pair) for pair in pairs]
+    return PipelinePlan("overlap", (0,), microbatches, ((forwards[0], *overlaps, backwards[-1]),))
 
 
 def forward_plan(plan: PipelinePlan) -> PipelinePlan:

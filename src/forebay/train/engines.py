@@ -20,7 +20,6 @@ from torch import Tensor
 
 from forebay.config import Config
 from forebay.errors import UsageError
-from forebay.kernels.flags import Flags
 from forebay.managed import Managed
 from forebay.models.families import keep_part
 from forebay.models.router import RouterStats, balance_loss
@@ -28,15 +27,22 @@ from forebay.moe.dispatch import TokenDispatcher
 from forebay.pipeline.model import CutLayer, CutModel, Microbatch
 from forebay.pipeline.p2p import DistLinks, Links, confirmed_by, neighbors
 from forebay.pipeline.partition import Partition
-from forebay.pipeline.runtime import OverlappedStep, PipelineRuntime, Stage, StageBalance, Watcher
-from forebay.pipeline.schedule import BACKWARD_WEIGHT, FORWARD, Action, PipelinePlan, forward_plan, make_plan
+from forebay.pipeline.runtime import Balance, LocalBalance, PipelineRuntime, Stage, StageBalance, Watcher
+from forebay.pipeline.schedule import (
+    BACKWARD_WEIGHT,
+    FORWARD,
+    Action,
+    PipelinePlan,
+    forward_plan,
+    make_plan,
+    overlap_plan,
+)
 from forebay.train.cuda_graph import CudaGraphStep, Microbatches, StepState
 from forebay.train.distributed import Mesh
 from forebay.train.unsharded_step import DeferredExperts, UnshardedStep
 
-_TIMED_GRAPHS = (
-    3  # timed graphs: the first one's plan rests on the times of calls, the others' on those of the graph before
-)
+# Graphs whose replays are timed: the first one's plan rests on the times of calls, the others' on those of the graph before.
+_TIMED_GRAPHS = 3
 # Seconds within which the first replay of a graph has to end, and its share of the time that processes wait for each other: one
 # whose replay ended waits in a collective until the others have waited for theirs, and once more that long to make it end.
 _REPLAY_ENDS, _REPLAY_SHARE = 300.0, 0.4
@@ -71,6 +77,7 @@ class GradientEngine:
     Attributes:
         cuda_graph: the CUDA graph of a step; None if steps are always called.
         watcher: observes every action of the following steps, which are then called; None for no observer.
+        ran: actions of the last step that was called, in the order in which they ran.
 
     Raises:
         ValueError: see `CutModel`.
@@ -78,12 +85,15 @@ class GradientEngine:
 
     cuda_graph: CudaGraphStep | None = None
     watcher: Watcher | None = None
+    _runtime: PipelineRuntime
+    _balance: Balance | None = None
 
     def __init__(self, parts: EngineParts, cut: CutModel):
         self._parts, self._cut, self._device, self._router = parts, cut, parts.mesh.device, parts.router
         self._unsharded = UnshardedStep(parts.model, cut, parts.config.step.reshard)
         self._deferred = DeferredExperts(parts.model)
         self._deferred.store.sums = self._unsharded.expert_sum
+        self.ran: list[Action] = []
 
     def __call__(self, microbatches: Microbatches, count: Tensor | int, parts: int) -> tuple[Tensor, Tensor]:
         """Add the gradients of a step to the parameters'. With a CUDA graph, set gradients to None before each step.
@@ -99,7 +109,8 @@ class GradientEngine:
         Raises:
             RuntimeError: there is a CUDA graph, and gradients of another step.
         """
-        self._share_balance(parts)
+        if self._balance is not None:
+            self._balance.parts = parts
         graph = self.cuda_graph
         run: Any = self._run if graph is None or self.watcher is not None else graph
         step = partial(self._with_gathered, run, microbatches, count)
@@ -145,16 +156,15 @@ class GradientEngine:
         work = [Microbatch(ids, labels, count) for ids, labels in microbatches]
         self._unsharded.begin(sum(ids.numel() for ids, _ in microbatches))
         with nullcontext() if self._router is None else self._router.counting():
-            losses = self._execute(work)
+            losses, self.ran = self._runtime.run(work, self._cut.hidden, watcher=self.watcher)
         self._unsharded.end(count)
         imbalance = self._finish()
         return losses.sum() if losses is not None else torch.zeros((), device=self._device), imbalance
 
-    def _capture(self, flags: Flags, times_offloads: bool = False) -> None:
+    def _capture(self, times_offloads: bool = False) -> None:
         """Capture steps from now on, if the configuration says so.
 
         Args:
-            flags: of the engine's own streams.
             times_offloads: whether the manager plans by the times of steps on any process.
         """
         config, mesh, memory, dispatcher = (
@@ -180,57 +190,36 @@ class GradientEngine:
             around=memory.manager.capturing,
             timed_graphs=_TIMED_GRAPHS if times_offloads else 0,
             plan_again=memory.manager.plan_again,
-            flags=[memory.manager.store.lanes.flags, flags],
+            flags=[memory.manager.store.lanes.flags, self._runtime.context.flags],
             ends=min(_REPLAY_ENDS, _REPLAY_SHARE * config.parallel.timeout),
             # A process whose graph did not go on was late for the others.
             forget=dispatcher.clear_lost if dispatcher is not None else lambda: None,
         )
 
-    def _share_balance(self, parts: int) -> None:
-        """Divide the load balance of the next step by this number of microbatches."""
-        raise NotImplementedError
-
-    def _execute(self, work: list[Microbatch]) -> Tensor | None:
-        """Forwards and backwards of all microbatches; the cross entropies where the last stage is."""
-        raise NotImplementedError
-
     def _finish(self) -> Tensor:
         """End the step; this process's part of the load balance."""
-        raise NotImplementedError
+        return self._balance.take_losses() if self._balance is not None else torch.zeros((), device=self._device)
 
 
 class OverlappedGradients(GradientEngine):
     """Hides the communication of each microbatch behind the computation of another one, on a model without pipeline stages.
 
-    The manager keeps all regions.
+    The manager keeps all regions. Losses and gradients are bitwise those of plain autograd, one microbatch after the other. The
+    order of computations (`forebay.pipeline.schedule.turns`, drawn in docs/expert_parallel.md) follows from the list of layers
+    alone. So it is the same on every rank, and no rank waits for a transfer that another one enqueues later.
     """
 
     def __init__(self, parts: EngineParts):
         cut = CutModel(parts.model, parts.memory)
         super().__init__(parts, cut)
-        self._share = 1
-        self._imbalance: list[Tensor] = []
-        routers = self._balance_of if parts.router is not None else None
-        self._step = OverlappedStep(
-            cut.layers, cut.prologue, cut.epilogue, self._device, routers=routers, weights=self._deferred.store
+        if parts.router is not None:
+            self._balance = LocalBalance(balance_loss, parts.balance, self._device)
+        stage = Stage(cut.layers, cut.prologue, cut.epilogue)
+        plan = overlap_plan(microbatches_of(parts.config, parts.mesh))
+        self._runtime = PipelineRuntime(
+            {0: stage}, plan, 0, None, self._device, balance=self._balance, weights=self._deferred.store
         )
-        self._capture(self._step.flags)
-
-    def _share_balance(self, parts: int) -> None:
-        self._share = parts
-
-    def _execute(self, work: list[Microbatch]) -> Tensor:
-        self._imbalance = []
-        return self._step.run(work)
-
-    def _finish(self) -> Tensor:
-        return torch.stack(self._imbalance).sum() if self._imbalance else torch.zeros((), device=self._device)
-
-    def _balance_of(self, router_outputs: list[tuple[Tensor, Tensor]]) -> Tensor:
-        with torch.set_grad_enabled(self._parts.balance != 0):
-            imbalance = balance_loss(router_outputs).float() / self._share
-        self._imbalance.append(imbalance.detach())
-        return self._parts.balance * imbalance
+        self._capture()
 
 
 def captures(config: Config, mesh: Mesh) -> bool:
@@ -241,8 +230,12 @@ def captures(config: Config, mesh: Mesh) -> bool:
 def plan_of(config: Config, mesh: Mesh) -> PipelinePlan:
     """The plan of a step, for a configuration that `check_world` accepted."""
     p = config.parallel
-    microbatches = config.train.batch // mesh.batch.size // config.microbatch(mesh.batch.size)
-    return make_plan(p.schedule, p.pp, microbatches, p.chunks, config.weights_early)
+    return make_plan(p.schedule, p.pp, microbatches_of(config, mesh), p.chunks, config.weights_early)
+
+
+def microbatches_of(config: Config, mesh: Mesh) -> int:
+    """The microbatches of each process in a step."""
+    return config.train.batch // mesh.batch.size // config.microbatch(mesh.batch.size)
 
 
 def keep_stages(model: Any, plan: PipelinePlan, partition: Partition, rank: int) -> None:
@@ -267,9 +260,6 @@ class PipelinedGradients(GradientEngine):
     Args:
         plan, partition: actions of a step, and layers by stage.
         experts: of a MoE layer, over all processes; 0 for a dense model.
-
-    Attributes:
-        ran: actions of the last step, in the order in which they ran.
     """
 
     def __init__(self, parts: EngineParts, plan: PipelinePlan, partition: Partition, experts: int):
@@ -278,16 +268,17 @@ class PipelinedGradients(GradientEngine):
         super().__init__(
             parts, CutModel(parts.model, memory, getattr(torch, config.model.compute or config.model.dtype))
         )
-        self.plan, self.partition, self.ran = plan, partition, list[Action]()
+        self.plan, self.partition = plan, partition
         self._rank, self._memory = mesh.pp_rank, memory
         confirmed = confirmed_by(plan, mesh.pp_rank)
         self._links: Links = DistLinks(mesh.pipeline, neighbors(plan.ranks), mesh.device, mesh.pipelines, confirmed)
-        self._balance = StageBalance(experts, parts.balance, mesh.device) if experts else None
+        if experts:
+            self._balance = StageBalance(experts, parts.balance, mesh.device)
         self._stages = {s: self._stage(s) for s in plan.stages(mesh.pp_rank)}
         memory.manager.follow(self._backward_order(), steady=not config.step.reshard)
         self._runtime = self._runtime_of(plan)
         self._forward_runtime: PipelineRuntime | None = None
-        self._capture(self._runtime.context.flags, times_offloads="offload" in config.memory.placements)
+        self._capture(times_offloads="offload" in config.memory.placements)
 
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
@@ -316,16 +307,8 @@ class PipelinedGradients(GradientEngine):
         finally:
             self._runtime.stages, self.watcher = before, None
 
-    def _share_balance(self, parts: int) -> None:
-        if self._balance is not None:
-            self._balance.scale = 1 / parts
-
-    def _execute(self, work: list[Microbatch]) -> Tensor | None:
-        losses, self.ran = self._runtime.run(work, self._cut.hidden, watcher=self.watcher)
-        return losses
-
     def _finish(self) -> Tensor:
-        imbalance = self._balance.take_losses() if self._balance is not None else torch.zeros((), device=self._device)
+        imbalance = super()._finish()
         self._memory.manager.join()
         return imbalance
 

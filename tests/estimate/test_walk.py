@@ -18,7 +18,7 @@ from forebay.estimate.types import PartEvents, PartTrace, Shape, StageLayers
 from forebay.estimate.walk import WORKSPACE, AllocatorRun, RankRun, local_actions, shortened, walk
 from forebay.managed import manage
 from forebay.pipeline.schedule import Action
-from tests.estimate.replay import peak_of
+from tests.estimate.peaks import peak_of
 
 MIB = 1 << 20
 NONE = frozenset[int]()

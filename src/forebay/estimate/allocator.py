@@ -10,7 +10,8 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections.abc import Hashable
 
-MIN_BLOCK = 512
+from forebay.estimate.types import GPU_BLOCK
+
 SMALL = 1 << 20
 SMALL_SEGMENT = 2 << 20
 LARGE_SEGMENT = 20 << 20
@@ -85,7 +86,7 @@ class CachingAllocator:
         segments: address to bytes.
     """
 
-    def __init__(self, granule: int = MIN_BLOCK):
+    def __init__(self, granule: int = GPU_BLOCK):
         self.reserved = self.allocated = self.peak_reserved = self.peak_allocated = 0
         self.by_role, self._at_peak = [0] * len(ROLES), [0] * len(ROLES)
         self._rising = False  # the peak is now
@@ -102,7 +103,7 @@ class CachingAllocator:
         size = (size + granule - 1) & -granule or granule
         pools = self._pools.get(stream)
         if pools is None:
-            large_rest = SMALL + 1 if granule == MIN_BLOCK else granule
+            large_rest = SMALL + 1 if granule == GPU_BLOCK else granule
             pools = self._pools[stream] = _FreeBlocks(False, large_rest), _FreeBlocks(True, granule)
         pool = pools[size <= SMALL]
         keys = pool.keys

@@ -72,7 +72,6 @@ class Placed:
 
     path: str
     placement: str
-    rank: int
     freed: int
     seconds: float
 
@@ -82,19 +81,22 @@ class Choice:
     """The placements of a rank.
 
     Attributes:
-        placements: sublayer path to placement, without "keep".
-        placed: the same, in forward order, with what they free and cost.
+        placed: sublayers that are not kept, in forward order.
         seconds: cost of a step, waits for the link included.
         waits: seconds of waits among them.
         peak: bytes that the rank takes.
     """
 
     rank: int
-    placements: Mapping[str, str]
     placed: tuple[Placed, ...]
     seconds: float
     waits: float
     peak: int
+
+    @property
+    def placements(self) -> dict[str, str]:
+        """Sublayer path to placement, without "keep"."""
+        return {p.path: p.placement for p in self.placed}
 
 
 def rank_options(
@@ -207,9 +209,7 @@ def choose(
             found.append(chosen)
     tried = found or sorted({*ends, *simple}, key=lambda chosen: (peak(chosen), costs.order(chosen)))[:1]
     chosen = min(tried, key=costs.order)
-    seconds, waited = costs.seconds(chosen)
-    placed = costs.placed(rank, chosen)
-    return Choice(rank, costs.placements(chosen), placed, seconds, waited, peak(chosen))
+    return Choice(rank, costs.placed(chosen), *costs.seconds(chosen), peak(chosen))
 
 
 class _ChoiceCosts:
@@ -240,9 +240,9 @@ class _ChoiceCosts:
         """By path, those that are not kept."""
         return {o.path: o.placement for o in self._picked(chosen) if o.placement != "keep"}
 
-    def placed(self, rank: int, chosen: Chosen) -> tuple[Placed, ...]:
+    def placed(self, chosen: Chosen) -> tuple[Placed, ...]:
         return tuple(
-            Placed(o.path, o.placement, rank, options[0].held - o.held, o.seconds)
+            Placed(o.path, o.placement, options[0].held - o.held, o.seconds)
             for options, o in zip(self._sublayers, self._picked(chosen), strict=True)
             if o.placement != "keep"
         )
@@ -365,7 +365,7 @@ def by_kind(choices: Iterable[Choice]) -> list[dict[str, Any]]:
     for choice in choices:
         for p in choice.placed:
             layer, _, sublayer = p.path.rpartition(".")
-            key = p.rank, p.placement, sublayer, p.freed, p.seconds
+            key = choice.rank, p.placement, sublayer, p.freed, p.seconds
             found.setdefault(key, []).append(int(layer.rpartition(".")[2]))
     names = ("rank", "placement", "half", "freed_bytes", "milliseconds")
     return [

@@ -58,7 +58,7 @@ class TraceCache:
         """
         key = _key(section, declared)
         if key not in self._facts:
-            model, attention = self._skeleton(section, declared)
+            model, attention = _skeleton(section, declared, self._adapt)
             try:
                 sublayers = {name for parts in decoder_layers(model) for name in (parts.mixer, parts.block)}
             except UnknownLayerError as error:
@@ -81,7 +81,7 @@ class TraceCache:
         """
         key, shape = _key(section, declared), replace(shape, **self._shape)
         if (key, shape) not in self._traces:
-            model = self._unused.pop(key, None) or self._skeleton(section, declared)[0]
+            model = self._unused.pop(key, None) or _skeleton(section, declared, self._adapt)[0]
             like = key, shape.without_experts()
             try:
                 self._traces[key, shape] = trace_model(model, shape, self._alike.get(like))
@@ -89,12 +89,6 @@ class TraceCache:
                 raise UsageError(f"this model cannot be traced: {first_line(error)}") from error
             self._alike.setdefault(like, self._traces[key, shape])
         return self._traces[key, shape]
-
-    def _skeleton(self, section: Model, declared: Any) -> tuple[Any, str]:
-        model, attention = _skeleton(section, declared)
-        if self._adapt is not None:
-            self._adapt(model)
-        return model, attention
 
     def actions(self, *schedule: Any) -> tuple[tuple[Action, ...], ...]:
         """The actions of each rank in a step; arguments as for `make_plan`."""
@@ -107,7 +101,7 @@ def _key(section: Model, declared: Any) -> str:
     return f"{section.attention} {section.compute or section.dtype} {declared.to_json_string(use_diff=False)}"
 
 
-def _skeleton(section: Model, declared: Any) -> tuple[Any, str]:
+def _skeleton(section: Model, declared: Any, adapt: Callable[[Any], None] | None) -> tuple[Any, str]:
     """The model on the meta device in the dtype of computation, and the attention it is counted with."""
     from transformers import AutoModelForCausalLM
 
@@ -124,5 +118,7 @@ def _skeleton(section: Model, declared: Any) -> tuple[Any, str]:
                 raise UsageError(f"model.attention = {section.attention!r}: {first_line(error)}") from error
         else:
             hf_io.check_flex(model, section.attention)
+            if adapt is not None:
+                adapt(model)
             return model, section.attention if section.attention == "flex" else attention
     raise AssertionError("a model has eager attention")

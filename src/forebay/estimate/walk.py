@@ -16,7 +16,6 @@ from typing import Any
 from forebay.estimate.allocator import (
     ACTIVATIONS,
     GRADIENTS,
-    MIN_BLOCK,
     OPTIMIZER,
     PARAMETERS,
     ROLES,
@@ -36,7 +35,7 @@ from forebay.estimate.fsdp import (
 from forebay.estimate.offloading import MEASURED_STEPS, Link, OffloadManager, PartRun
 from forebay.estimate.parts import PAGE, Part
 from forebay.estimate.state import Sharing
-from forebay.estimate.types import ALL_TO_ALL_BEGIN, ALL_TO_ALL_END, FINAL_NORM_END, MATMUL, PAGES
+from forebay.estimate.types import ALL_TO_ALL_BEGIN, ALL_TO_ALL_END, FINAL_NORM_END, GPU_BLOCK, MATMUL, PAGES
 from forebay.memory.timeline import Plan
 from forebay.pipeline.schedule import Action, turns
 
@@ -176,7 +175,7 @@ class AllocatorRun:
     """A run so far, with what its steps share: `allocator`, compute `stream`, `params`, `manager`, and the `arena` of pages."""
 
     def __init__(self, run: RankRun):
-        self.allocator = CachingAllocator(MIN_BLOCK if run.sharing.gpu else 1)
+        self.allocator = CachingAllocator(GPU_BLOCK if run.sharing.gpu else 1)
         self._run = run
         # A CUDA graph step has a stream of its own, from the first step on.
         self.stream = "graph" if run.graph else DEFAULT

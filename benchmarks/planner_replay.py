@@ -1,24 +1,26 @@
-"""Replays a recorded history of the caching allocator on its model: are the segments the same?
+"""Replays recorded histories of CUDA's caching allocator on the estimator's model of it: are the segments the same?
 
-Input: the events of `torch.cuda.memory._record_memory_history` (the `device_traces` of a snapshot), as mappings with
-`action`, `addr`, `size`, `stream`, or as such tuples. Output: a `Replay`. The history decides which requests come on which
-stream, when blocks and other streams release them, and where the driver puts a segment. The model decides which block serves a
-request, whether it is split, and when a segment of what size is needed. Events of blocks that were allocated before the
-history began are counted and ignored.
+    python -m benchmarks.planner_replay HISTORY.trace.gz...
+
+Input: files that `planner.py measure` writes on a GPU, of the events of `torch.cuda.memory._record_memory_history`. Output: a
+line for each. The history decides which requests come on which stream, when blocks and other streams release them, and where
+the driver puts a segment. The model decides which block serves a request, whether it is split, and when a segment of what size
+is needed. Events of blocks that were allocated before the history began are counted and ignored.
 """
 
 from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from forebay.estimate.allocator import Block, CachingAllocator
-from forebay.estimate.types import AllocEvent, Freed, Mark, Op
 
+Event = tuple[str, int, int, int]
+"""(action, address, bytes, stream)"""
 _ELSEWHERE = 1 << 46  # addresses of segments that the history does not have
 
 
@@ -80,24 +82,7 @@ class Replay:
     model_allocated: int
 
 
-def peak_of(events: Sequence[AllocEvent | Op | Freed | Mark], begin: int = 0) -> int:
-    """How far live bytes rise above their level before entry `begin`, from there on; of a part's events, or of a log."""
-    sizes: dict[int, int] = {}
-    base = peak = 0
-    for at, entry in enumerate(events):
-        if at == begin:
-            base = peak = sum(sizes.values())
-        if isinstance(entry, Op):
-            sizes |= {m.number: m.size for m in entry.made}
-        elif isinstance(entry, Freed) or (not isinstance(entry, Mark) and not entry[1]):
-            sizes.pop(entry[0], None)
-        elif not isinstance(entry, Mark) and entry[0] >= 0:
-            sizes[entry[0]] = entry[1]
-        peak = max(peak, sum(sizes.values()))
-    return peak - base
-
-
-def read_history(path: Path) -> list[tuple[str, int, int, int]]:
+def read_history(path: Path) -> list[Event]:
     """The events of a file of `benchmarks/planner.py measure`: gzipped JSON with columns of sizes and of numbers into `actions`,
     `addresses` and `streams`."""
     content = json.loads(gzip.decompress(path.read_bytes()))
@@ -106,24 +91,11 @@ def read_history(path: Path) -> list[tuple[str, int, int, int]]:
     return [(actions[a], addresses[b], size, streams[c]) for a, b, size, c in zip(*columns, strict=True)]
 
 
-def replay(history: Iterable[Mapping[str, Any] | Sequence[Any]]) -> Replay:
-    """Replay a history.
-
-    Raises:
-        ValueError: an event that is neither a mapping nor a tuple (action, addr, size, stream).
-    """
+def replay(history: Iterable[Event]) -> Replay:
     run = _ReplayRun()
     for number, event in enumerate(history):
-        run.event(number, *_fields(event))
+        run.event(number, *event)
     return run.done()
-
-
-def _fields(event: Mapping[str, Any] | Sequence[Any]) -> tuple[str, int, int, int]:
-    if isinstance(event, Mapping):
-        return event["action"], event["addr"], event["size"], event.get("stream", 0)
-    if len(event) < 4:
-        raise ValueError(f"an event is (action, addr, size, stream), this one has {len(event)} fields")
-    return event[0], event[1], event[2], event[3]
 
 
 class _ReplayRun:
@@ -216,3 +188,16 @@ class _ReplayRun:
                 return address
         self._elsewhere += size
         return self._elsewhere - size
+
+
+def main() -> None:
+    for name in sys.argv[1:]:
+        found = replay(read_history(Path(name)))
+        print(
+            f"{name}: {found.equal} of {found.segments} segments equal, {found.moved} requests at other addresses; reserved "
+            f"{found.model_peak} B, recorded {found.real_peak}"
+        )
+
+
+if __name__ == "__main__":
+    main()

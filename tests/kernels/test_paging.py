@@ -154,9 +154,9 @@ def test_rows_go_to_their_places_and_come_back(shape, where, backend) -> None:
 
 
 @backends
-@pytest.mark.parametrize("number", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("number", [1, 6])
 def test_several_tensors_at_once(number: int, backend) -> None:
-    """Different widths, dtypes and live counts, one tensor empty; more than four tensors need more launches."""
+    """Different widths, dtypes and live counts, one tensor empty."""
     arena, free = arena_of(20, 40), torch.randperm(60).tolist()
     given, tables = [], []
     for i, (rows, width, dtype) in enumerate(
@@ -214,7 +214,8 @@ def test_more_than_there_is_gives_nothing_to_anyone(backend) -> None:
     worse = take_pages(stack, [(count(9), 1, 9)], backend=backend)
     assert worse[0].tolist() == [-1] * 9 and stack.state.tolist() == [6, 10, 5, 15]
     # Less than before is missing, and no page is given back for what was not taken.
-    give_pages(stack, [*short, *worse], backend=backend)
+    give_pages(stack, short, backend=backend)
+    give_pages(stack, worse, backend=backend)
     take_pages(stack, [(count(5), 1, 5)], backend=backend)
     assert stack.state.tolist() == [6, 10, 5, 15]
     # Exactly what is free is not too much.
@@ -227,10 +228,10 @@ def test_more_than_there_is_gives_nothing_to_anyone(backend) -> None:
 @backends
 def test_nothing_is_taken_for_nothing(backend) -> None:
     stack = all_free(3, DEVICE)
-    tables = take_pages(stack, [(count(0), 4, 2), (count(0), 1, 0), (count(-1), 1, 1)], backend=backend)
-    assert [t.tolist() for t in tables] == [[-1, -1], [], [-1]]
-    give_pages(stack, tables, backend=backend)
-    give_pages(stack, [], backend=backend)
+    for nothing, entries in (((count(0), 4, 2), 2), ((count(-1), 1, 1), 1)):
+        tables = take_pages(stack, [nothing, (count(0), 1, 0)], backend=backend)
+        assert [t.tolist() for t in tables] == [[-1] * entries, []]
+        give_pages(stack, tables, backend=backend)
     assert stack.state.tolist() == [0, 3, 0, 0]
     empty = all_free(0, DEVICE)
     assert take_pages(empty, [(count(1), 1, 2)], backend=backend)[0].tolist() == [-1, -1]
@@ -239,7 +240,7 @@ def test_nothing_is_taken_for_nothing(backend) -> None:
 
 @backends
 def test_free_pages_are_a_stack(backend) -> None:
-    """Tables of one and of many blocks, given back in any order, up to six at a time."""
+    """Tables of one and of many blocks, given back in any order, one or two at a time."""
     random = np.random.default_rng(5)
     n_pages = 1200
     stack = all_free(n_pages, DEVICE)
@@ -247,12 +248,12 @@ def test_free_pages_are_a_stack(backend) -> None:
     short = most = 0
     for _ in range(120):
         if held and random.random() < 0.4:
-            picked = [held.pop(random.integers(len(held))) for _ in range(min(len(held), random.integers(1, 7)))]
+            picked = [held.pop(random.integers(len(held))) for _ in range(min(len(held), random.integers(1, 3)))]
             give_pages(stack, [table for table, _ in picked], backend=backend)
             free[:0] = [page for _, pages in picked for page in pages]
             continue
         wanted, needs = [], []
-        for _ in range(random.integers(1, 5)):
+        for _ in range(random.integers(1, 3)):
             rows, page_rows = int(random.choice([0, 1, 5, 300, 1100])), int(random.integers(1, 4))
             live = int(random.integers(rows + 1))
             wanted.append((count(live, torch.int32), page_rows, -(-rows // page_rows)))
@@ -270,15 +271,16 @@ def test_free_pages_are_a_stack(backend) -> None:
         assert stack.pages[n_pages - len(free) :].tolist() == free
     assert stack.state[SHORT] == short > 0 and stack.state[MOST] == most > n_pages
     assert stack.state[HEAD] > 3 * n_pages
-    give_pages(stack, [table for table, _ in held], backend=backend)
+    for table, _ in held:
+        give_pages(stack, [table], backend=backend)
     assert sorted(stack.pages.tolist()) == list(range(n_pages)) and stack.state[TAIL] - stack.state[HEAD] == n_pages
 
 
 def test_tables_do_not_share_memory_and_begin_on_16_bytes() -> None:
-    tables = take_pages(all_free(20, DEVICE), [(count(n), 1, n) for n in (1, 5, 3)])
-    assert all(t.data_ptr() % 16 == 0 for t in tables)
-    tables[0].fill_(-7)
-    assert [t.tolist() for t in tables[1:]] == [[1, 2, 3, 4, 5], [6, 7, 8]]
+    first, second = take_pages(all_free(20, DEVICE), [(count(n), 1, n) for n in (5, 3)])
+    assert first.data_ptr() % 16 == second.data_ptr() % 16 == 0
+    first.fill_(-7)
+    assert second.tolist() == [5, 6, 7]
 
 
 @backends
@@ -313,7 +315,6 @@ def test_refusals() -> None:
         ([given[:32]], [table], "33 rows of 16 bytes"),
         ([given], [table._replace(pages=table.pages[:1])], "need 2 entries"),
         ([noise(2, 260, torch.bfloat16)], [table._replace(rows=2, row_bytes=520)], "does not fit on a page of 512"),
-        ([given, given], [table, table._replace(arena=arena_of(4, 0))], "one arena"),
         ([given], [table._replace(arena=arena._replace(page_bytes=520))], "multiples of 512"),
         ([given], [table._replace(arena=arena._replace(device=arena.device[8:520]))], "begins on 16"),
         ([given], [table._replace(arena=arena._replace(device=arena.device[::2]))], "memory must be contiguous"),
@@ -324,9 +325,11 @@ def test_refusals() -> None:
             stash(tensors, tables)
     with pytest.raises(TypeError, match=r"entries must be torch\.int32"):
         stash([given], [table._replace(pages=table.pages.long())])
-    for number in (0, 5):
-        with pytest.raises(ValueError, match="1 to 4 tensors"):
+    for number in (0, 3):
+        with pytest.raises(ValueError, match="1 to 2 tensors"):
             take_pages(all_free(8, DEVICE), [(count(1), 1, 1)] * number)
+        with pytest.raises(ValueError, match="1 to 2 tensors"):
+            give_pages(all_free(8, DEVICE), [torch.zeros(1, dtype=torch.int32, device=DEVICE)] * number)
     with pytest.raises(ValueError, match=r"live must be \[1\]"):
         take_pages(all_free(8, DEVICE), [(count(5).view(1, 1), 2, 4)])
 

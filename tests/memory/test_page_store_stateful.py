@@ -70,7 +70,7 @@ class Model:
         if device.type == "cuda":
             # One kernel is compiled for each sequence of dtypes: of mixed ones there are thousands, a second each.
             kinds = (KINDS[int(self.chance.integers(len(KINDS)))],)
-        for _ in range(int(self.chance.integers(1, 5))):
+        for _ in range(int(self.chance.integers(1, 3))):
             row_bytes, dtype = kinds[int(self.chance.integers(len(kinds)))]
             rows = int(self.chance.integers(0, 24))
             live = int(self.chance.integers(0, rows + 1))

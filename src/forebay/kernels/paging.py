@@ -26,8 +26,8 @@ HEAD, TAIL, SHORT, MOST = 0, 1, 2, 3
 _HEAD, _TAIL, _SHORT, _MOST = tl.constexpr(HEAD), tl.constexpr(TAIL), tl.constexpr(SHORT), tl.constexpr(MOST)
 # Bytes. Pages begin on sectors of memory, and can be viewed in any dtype.
 PAGE_ALIGN = 512
-# Most tensors of one launch.
-TOGETHER = 4
+# Most tensors that pages are taken for at once: the experts' input and their first product.
+TOGETHER = 2
 # Words that a program moves. Swept on an H200 at 65536 x 2048 bf16, relative to `copy_`, stash and restore: 256 words on 4 warps
 # 0.99, 0.92; 512 on 4 0.99, 0.99; 512 on 8 0.99, 0.92; 1024 0.96, 0.96; persistent programs, four to sixteen per multiprocessor,
 # 0.88 to 0.92.
@@ -148,16 +148,11 @@ def _take(free_ptr, table_ptr, place, needed, max_pages, BLOCK: tl.constexpr):
 
 
 @triton.jit(
-    do_not_specialize=[
-        "n_pages", "live_0", "live_1", "live_2", "live_3", "page_rows_0", "page_rows_1", "page_rows_2", "page_rows_3",
-        "max_pages_0", "max_pages_1", "max_pages_2", "max_pages_3",
-    ]
-)  # fmt: skip
+    do_not_specialize=["n_pages", "live_0", "live_1", "page_rows_0", "page_rows_1", "max_pages_0", "max_pages_1"]
+)
 def _take_kernel(
-    free_ptr, state_ptr, n_pages,
-    live_0, live_1, live_2, live_3, page_rows_0, page_rows_1, page_rows_2, page_rows_3,
-    max_pages_0, max_pages_1, max_pages_2, max_pages_3, table_0, table_1, table_2, table_3,
-    COUNT: tl.constexpr, BLOCK: tl.constexpr,
+    free_ptr, state_ptr, n_pages, live_0, live_1, page_rows_0, page_rows_1, max_pages_0, max_pages_1, table_0, table_1,
+    BOTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program: pages for all tables or for none."""
     head = tl.load(state_ptr + _HEAD)
@@ -166,29 +161,17 @@ def _take_kernel(
     most = tl.load(state_ptr + _MOST)
     needed_0 = _needed(live_0, page_rows_0, max_pages_0)
     needed_1 = head * 0
-    needed_2 = head * 0
-    needed_3 = head * 0
-    if COUNT > 1:
+    if BOTH:
         needed_1 = _needed(live_1, page_rows_1, max_pages_1)
-    if COUNT > 2:
-        needed_2 = _needed(live_2, page_rows_2, max_pages_2)
-    if COUNT > 3:
-        needed_3 = _needed(live_3, page_rows_3, max_pages_3)
-    total = needed_0 + needed_1 + needed_2 + needed_3
+    total = needed_0 + needed_1
     missing = total - (tail - head)
     enough = (missing <= 0).to(tl.int64)
     needed_0 *= enough
     needed_1 *= enough
-    needed_2 *= enough
-    needed_3 *= enough
     place = head + n_pages - tail
     _take(free_ptr, table_0, place, needed_0, max_pages_0, BLOCK)
-    if COUNT > 1:
+    if BOTH:
         _take(free_ptr, table_1, place + needed_0, needed_1, max_pages_1, BLOCK)
-    if COUNT > 2:
-        _take(free_ptr, table_2, place + needed_0 + needed_1, needed_2, max_pages_2, BLOCK)
-    if COUNT > 3:
-        _take(free_ptr, table_3, place + needed_0 + needed_1 + needed_2, needed_3, max_pages_3, BLOCK)
     tl.store(state_ptr + _HEAD, head + total * enough)
     tl.store(state_ptr + _SHORT, tl.maximum(short, missing))
     tl.store(state_ptr + _MOST, tl.maximum(most, head + n_pages - tail + total))
@@ -217,20 +200,15 @@ def _give(free_ptr, table_ptr, place, size, BLOCK: tl.constexpr):
     return place
 
 
-@triton.jit(do_not_specialize=["n_pages", "size_0", "size_1", "size_2", "size_3"])
+@triton.jit(do_not_specialize=["n_pages", "size_0", "size_1"])
 def _give_kernel(
-    free_ptr, state_ptr, n_pages, table_0, table_1, table_2, table_3, size_0, size_1, size_2, size_3,
-    COUNT: tl.constexpr, BLOCK: tl.constexpr,
+    free_ptr, state_ptr, n_pages, table_0, table_1, size_0, size_1, BOTH: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
-    """The last table first, which restores the order in which they were taken."""
+    """The second table first, which restores the order in which they were taken."""
     tail = tl.load(state_ptr + _TAIL)
     last = tl.load(state_ptr + _HEAD) + n_pages - tail
     place = last
-    if COUNT > 3:
-        place = _give(free_ptr, table_3, place, size_3, BLOCK)
-    if COUNT > 2:
-        place = _give(free_ptr, table_2, place, size_2, BLOCK)
-    if COUNT > 1:
+    if BOTH:
         place = _give(free_ptr, table_1, place, size_1, BLOCK)
     place = _give(free_ptr, table_0, place, size_0, BLOCK)
     tl.store(state_ptr + _TAIL, tail + (last - place))
@@ -255,14 +233,16 @@ def row_places(
     return place, page >= 0
 
 
-@triton.jit
-def _move(
-    tile, rows_ptr, arena_ptr, pages_ptr, live_ptr, device_pages, host_at, STASH: tl.constexpr, PAGE_WORDS: tl.constexpr,
-    ROW_WORDS: tl.constexpr, PAGE_ROWS: tl.constexpr, WORDS_IN_16: tl.constexpr, TILE: tl.constexpr,
+@triton.jit(do_not_specialize=["live_ptr", "device_pages", "host_at"])
+def _move_kernel(
+    rows_ptr, arena_ptr, pages_ptr, live_ptr, device_pages, host_at: tl.int64, STASH: tl.constexpr,
+    PAGE_WORDS: tl.constexpr, ROW_WORDS: tl.constexpr, PAGE_ROWS: tl.constexpr, WORDS_IN_16: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
-    """Move tile `tile` of one tensor and every num_programs-th after it. Returns the next, counted from the tensor's end."""
+    """Tile program_id(0) and every num_programs-th after it; `arena_ptr` is the device memory in words of the rows."""
     FULL: tl.constexpr = PAGE_ROWS * ROW_WORDS
     TILES: tl.constexpr = (FULL + TILE - 1) // TILE
+    tile = tl.program_id(0)
     live = tl.load(live_ptr).to(tl.int64)
     tiles = ((live + PAGE_ROWS - 1) // PAGE_ROWS).to(tl.int32) * TILES
     while tile < tiles:
@@ -281,43 +261,12 @@ def _move(
         else:
             tl.store(rows, tl.load(place, mask=inside & (page >= 0), other=0), mask=inside)
         tile += tl.num_programs(0)
-    return tile - tiles
-
-
-@triton.jit(do_not_specialize=["live_0", "live_1", "live_2", "live_3", "device_pages", "host_at"])
-def _move_kernel(
-    rows_0, rows_1, rows_2, rows_3, arena_0, arena_1, arena_2, arena_3, pages_0, pages_1, pages_2, pages_3,
-    live_0, live_1, live_2, live_3, device_pages, host_at: tl.int64,
-    STASH: tl.constexpr, COUNT: tl.constexpr,
-    PAGE_0: tl.constexpr, PAGE_1: tl.constexpr, PAGE_2: tl.constexpr, PAGE_3: tl.constexpr,
-    ROW_0: tl.constexpr, ROW_1: tl.constexpr, ROW_2: tl.constexpr, ROW_3: tl.constexpr,
-    FIT_0: tl.constexpr, FIT_1: tl.constexpr, FIT_2: tl.constexpr, FIT_3: tl.constexpr,
-    UNIT_0: tl.constexpr, UNIT_1: tl.constexpr, UNIT_2: tl.constexpr, UNIT_3: tl.constexpr,
-    TILE_0: tl.constexpr, TILE_1: tl.constexpr, TILE_2: tl.constexpr, TILE_3: tl.constexpr,
-):  # fmt: skip
-    """Distribute the tiles of all tensors over the programs; `arena_i` is the device memory in tensor i's words."""
-    tile = tl.program_id(0)
-    tile = _move(
-        tile, rows_0, arena_0, pages_0, live_0, device_pages, host_at, STASH, PAGE_0, ROW_0, FIT_0, UNIT_0, TILE_0
-    )
-    if COUNT > 1:
-        tile = _move(
-            tile, rows_1, arena_1, pages_1, live_1, device_pages, host_at, STASH, PAGE_1, ROW_1, FIT_1, UNIT_1, TILE_1
-        )
-    if COUNT > 2:
-        tile = _move(
-            tile, rows_2, arena_2, pages_2, live_2, device_pages, host_at, STASH, PAGE_2, ROW_2, FIT_2, UNIT_2, TILE_2
-        )
-    if COUNT > 3:
-        tile = _move(
-            tile, rows_3, arena_3, pages_3, live_3, device_pages, host_at, STASH, PAGE_3, ROW_3, FIT_3, UNIT_3, TILE_3
-        )
 
 
 def take_pages(
     stack: FreePages, wanted: Sequence[tuple[Tensor, int, int]], *, backend: Backend = "auto"
 ) -> list[Tensor]:
-    """A table [max_pages] int32 for each of up to four tensors, in one launch: pages for all of them, or -1 everywhere.
+    """A table [max_pages] int32 for each of one or two tensors, in one launch: pages for all of them, or -1 everywhere.
 
     If a call needs more pages than are free, SHORT is set; the caller then discards the step's gradients.
 
@@ -325,13 +274,12 @@ def take_pages(
         wanted: (live [1] int32 or int64 on the device, page_rows, max_pages) of each tensor; live rows need at most max_pages.
 
     Raises:
-        ValueError: more than four tensors; live counts or free pages of another shape or device, or not contiguous.
+        ValueError: no tensor or more than two; live counts or free pages of another shape or device, or not contiguous.
         TypeError: of another dtype.
     """
     _check_free(stack)
+    _check_together(wanted)
     wanted = [(packed("live", live, stack.pages, [1], INDICES), fit, most) for live, fit, most in wanted]
-    if not 0 < len(wanted) <= TOGETHER:
-        raise ValueError(f"pages are taken for 1 to {TOGETHER} tensors at once, got {len(wanted)}")
     # Tables begin on 16 bytes, so that kernels are not compiled again for other alignments.
     lengths = [-(-most // 4) * 4 for _, _, most in wanted]
     memory = torch.empty(sum(lengths), dtype=torch.int32, device=stack.pages.device)
@@ -343,113 +291,87 @@ def take_pages(
     with on_device_of(stack.pages):
         _take_kernel[(1,)](
             stack.pages, stack.state, stack.pages.shape[0], *lives, *page_rows, *max_pages, *_padded(tables),
-            COUNT=len(wanted), BLOCK=_TABLE_BLOCK, num_warps=4,
+            BOTH=len(wanted) == 2, BLOCK=_TABLE_BLOCK, num_warps=4,
         )  # fmt: skip
     return tables
 
 
 def give_pages(stack: FreePages, tables: Sequence[Tensor], *, backend: Backend = "auto") -> None:
-    """Free the pages of the tables; entries of -1 are skipped. One launch for up to four tables.
+    """Free the pages of the tables of one `take_pages`, in one launch; entries of -1 are skipped.
 
     Args:
-        tables: [max_pages] int32 each, any stride.
+        tables: one or two, [max_pages] int32 each, any stride.
 
     Raises:
-        ValueError, TypeError: a table or free pages of another shape, device or dtype.
+        ValueError, TypeError: another number of tables, a table or free pages of another shape, device or dtype.
     """
     _check_free(stack)
+    _check_together(tables)
     tables = [packed("table", table, stack.pages, [None], [torch.int32]) for table in tables]
     if not use_triton(backend, stack.pages):
         _give_reference(stack, tables)
         return
-    for some in reversed(_in_fours([t for t in tables if t.numel()])):
-        with on_device_of(stack.pages):
-            _give_kernel[(1,)](
-                stack.pages, stack.state, stack.pages.shape[0], *_padded(some), *_padded([t.numel() for t in some]),
-                COUNT=len(some), BLOCK=_TABLE_BLOCK, num_warps=4,
-            )  # fmt: skip
+    with on_device_of(stack.pages):
+        _give_kernel[(1,)](
+            stack.pages, stack.state, stack.pages.shape[0], *_padded(tables), *_padded([t.numel() for t in tables]),
+            BOTH=len(tables) == 2, BLOCK=_TABLE_BLOCK, num_warps=4,
+        )  # fmt: skip
 
 
 def stash(tensors: Sequence[Tensor], tables: Sequence[PageTable], *, backend: Backend = "auto") -> None:
-    """Copy rows [0, live) of each tensor to its pages, in one launch for up to four. Rows without a page are not written.
+    """Copy rows [0, live) of each tensor to its pages, one launch each. Rows without a page are not written.
 
     The plain form waits for the device. 65536 rows of 2048 bf16 (537 MB read and written) take 0.13 ms at 4 TB/s, and on host
     pages 5 ms at 53 GB/s.
 
     Args:
         tensors: contiguous, [rows, ...] with the table's row_bytes to a row, of any dtype.
-        tables: all of one arena.
 
     Raises:
-        ValueError: a tensor that does not match its table, or tables of several arenas.
+        ValueError: a tensor that does not match its table.
     """
-    _launch(tensors, tables, True, backend)
+    for tensor, table in zip(tensors, tables, strict=True):
+        _move(tensor, table, True, backend)
 
 
 def restore(tables: Sequence[PageTable], outs: Sequence[Tensor], *, backend: Backend = "auto") -> None:
     """Copy pages to rows [0, live) of each tensor; rows without a page become zeros, later rows are not written. See `stash`."""
-    _launch(outs, tables, False, backend)
+    for tensor, table in zip(outs, tables, strict=True):
+        _move(tensor, table, False, backend)
 
 
-def _launch(tensors: Sequence[Tensor], tables: Sequence[PageTable], to_pages: bool, backend: Backend) -> None:
-    pairs = list(zip(tensors, tables, strict=True))
-    for tensor, table in pairs:
-        check_table(table)
-        if (
-            not tensor.is_contiguous()
-            or tensor.dim() == 0
-            or tensor.shape[0] != table.rows
-            or tensor.nbytes != table.rows * table.row_bytes
-        ):
-            raise ValueError(
-                f"a table of {table.rows} rows of {table.row_bytes} bytes needs a contiguous tensor of as many, got "
-                f"{tuple(tensor.shape)} {tensor.dtype}, strides {tensor.stride()}"
-            )
-        if tensor.device != table.arena.device.device:
-            raise ValueError(f"a tensor on {tensor.device} for pages on {table.arena.device.device}")
-        if table.arena.device is not tables[0].arena.device or table.arena.host is not tables[0].arena.host:
-            raise ValueError("tables of one call must be of one arena")
-    pairs = [(tensor, table) for tensor, table in pairs if tensor.numel()]
-    if pairs and not use_triton(backend, pairs[0][1].pages):
-        for tensor, table in pairs:
-            _move_reference(tensor, table, to_pages)
+def _move(tensor: Tensor, table: PageTable, to_pages: bool, backend: Backend) -> None:
+    check_table(table)
+    if (
+        not tensor.is_contiguous()
+        or tensor.dim() == 0
+        or tensor.shape[0] != table.rows
+        or tensor.nbytes != table.rows * table.row_bytes
+    ):
+        raise ValueError(
+            f"a table of {table.rows} rows of {table.row_bytes} bytes needs a contiguous tensor of as many, got "
+            f"{tuple(tensor.shape)} {tensor.dtype}, strides {tensor.stride()}"
+        )
+    arena, fit = table.arena, table.page_rows
+    if tensor.device != arena.device.device:
+        raise ValueError(f"a tensor on {tensor.device} for pages on {arena.device.device}")
+    if not tensor.numel():
         return
-    for some in _in_fours(pairs):
-        arena = some[0][1].arena
-        parts = [_part(tensor, table) for tensor, table in some]
-        rows, pages_memory, page, row, fit, unit, tile, tiles = (list(part) for part in zip(*parts, strict=True))
-        programs = sum(tiles) if arena.device.is_cuda else min(sum(tiles), _INTERPRETED_PROGRAMS)
-        with on_device_of(arena.device):
-            _move_kernel[(programs,)](
-                *_padded(rows), *_padded(pages_memory),
-                *_padded([table.pages for _, table in some]), *_padded([table.live for _, table in some]),
-                arena.device_pages, arena.host_at, to_pages, len(some),
-                *_padded(page), *_padded(row), *_padded(fit), *_padded(unit), *_padded(tile),
-                num_warps=_WARPS,
-            )  # fmt: skip
-
-
-class _CopyPart(NamedTuple):
-    """Arguments of the kernel for one tensor, sizes in words."""
-
-    rows: Tensor
-    arena: Tensor
-    page: int
-    row: int
-    fit: int  # rows on a page
-    unit: int  # words in 16 bytes
-    tile: int
-    tiles: int  # upper bound
-
-
-def _part(tensor: Tensor, table: PageTable) -> _CopyPart:
-    dtype = _WORDS[math.gcd(16, table.row_bytes, tensor.data_ptr())]
-    size, fit = dtype.itemsize, table.page_rows
-    row = table.row_bytes // size
+    if not use_triton(backend, table.pages):
+        _move_reference(tensor, table, to_pages)
+        return
+    word = _WORDS[math.gcd(16, table.row_bytes, tensor.data_ptr())]
+    row = table.row_bytes // word.itemsize
     tile = min(_TILE_WORDS, next_power_of_2(fit * row))
-    tiles = table.pages.numel() * cdiv(fit * row, tile)
-    page, arena = table.arena.page_bytes // size, table.arena.device.view(dtype)
-    return _CopyPart(tensor.view(-1).view(dtype), arena, page, row, fit, 16 // size, tile, tiles)
+    programs = table.pages.numel() * cdiv(fit * row, tile)  # as many as there are tiles, if all rows are live
+    if not tensor.is_cuda:
+        programs = min(programs, _INTERPRETED_PROGRAMS)
+    with on_device_of(tensor):
+        _move_kernel[(programs,)](
+            tensor.view(-1).view(word), arena.device.view(word), table.pages, table.live, arena.device_pages, arena.host_at,
+            STASH=to_pages, PAGE_WORDS=arena.page_bytes // word.itemsize, ROW_WORDS=row, PAGE_ROWS=fit,
+            WORDS_IN_16=16 // word.itemsize, TILE=tile, num_warps=_WARPS,
+        )  # fmt: skip
 
 
 def check_table(table: PageTable) -> None:
@@ -493,13 +415,14 @@ def _check_free(stack: FreePages) -> None:
         raise ValueError(f"free pages must be contiguous, got strides {stack.pages.stride()}, {stack.state.stride()}")
 
 
+def _check_together(some: Sequence) -> None:
+    if not 0 < len(some) <= TOGETHER:
+        raise ValueError(f"pages are taken and given for 1 to {TOGETHER} tensors at once, got {len(some)}")
+
+
 def _padded(some: Sequence) -> list:
-    """Padded with the first one: unused arguments compile no further kernels."""
-    return [*some, *[some[0]] * (TOGETHER - len(some))]
-
-
-def _in_fours(some: list) -> list[list]:
-    return [some[i : i + TOGETHER] for i in range(0, len(some), TOGETHER)]
+    """With the first one in the place of a second that is not there: unused arguments compile no further kernels."""
+    return [some[0], some[-1]]
 
 
 def _take_reference(stack: FreePages, wanted: Sequence[tuple[Tensor, int, int]], tables: Sequence[Tensor]) -> None:

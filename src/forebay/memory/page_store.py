@@ -196,7 +196,7 @@ class PageStore:
         device as far as the budget goes beside the arena and other such tickets, and the rest on the host.
 
         Args:
-            wanted: rows of one to four tensors. The `live` tensors must keep their values while the ticket is alive.
+            wanted: rows of one or two tensors. The `live` tensors must keep their values while the ticket is alive.
 
         Raises:
             ValueError: rows that fit no page, or more live rows than rows.

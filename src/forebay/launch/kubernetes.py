@@ -9,13 +9,8 @@ import textwrap
 
 from forebay.launch.job import Job
 
-PROGRAM = "kubectl"
+SUBMIT = ("kubectl", "apply", "-f")
 _CONFIG = "/etc/forebay/config.toml"
-
-
-def submission(file: str) -> list[str]:
-    """The command that submits the file."""
-    return [PROGRAM, "apply", "-f", file]
 
 
 def write(job: Job) -> str:

@@ -4,16 +4,9 @@ Input: a `Job`. Output: a program that runs ``forebay train`` on each worker of 
 makes their process group, which the run uses, and starts all again if one fails.
 """
 
-from pathlib import Path
-
 from forebay.launch.job import Job
 
-PROGRAM = "ray"
-
-
-def submission(file: str) -> list[str]:
-    """The command that submits the file. A job starts in a folder of the head node's choice, so the path is absolute."""
-    return [PROGRAM, "job", "submit", "--no-wait", "--", "python", str(Path(file).absolute())]
+SUBMIT = ("ray", "job", "submit", "--no-wait", "--", "python")
 
 
 def write(job: Job) -> str:

@@ -8,13 +8,8 @@ import json
 
 from forebay.launch.job import EXIT_PREEMPTED, PORT, Job
 
-PROGRAM = "sky"
+SUBMIT = ("sky", "jobs", "launch", "--yes")
 _CONFIG = "/tmp/forebay/config.toml"
-
-
-def submission(file: str) -> list[str]:
-    """The command that submits the file."""
-    return [PROGRAM, "jobs", "launch", "--yes", file]
 
 
 def write(job: Job) -> str:

@@ -10,16 +10,11 @@ from pathlib import Path
 
 from forebay.launch.job import EXIT_PREEMPTED, PORT, Job, interpreter
 
-PROGRAM = "sbatch"
+SUBMIT = ("sbatch",)
 WARNING = 120  # seconds between SIGUSR1 and the time limit
 SHORTEST = (
     300  # seconds of a time limit: Slurm sends the signal up to 60 s early, and a run must get further than its start
 )
-
-
-def submission(file: str) -> list[str]:
-    """The command that submits the file."""
-    return [PROGRAM, file]
 
 
 def write(job: Job) -> str:

@@ -40,7 +40,7 @@ def launch(job: Job, on: str, out: Path | None = None, submit: bool = False, for
         out.write_text(text, "utf-8")
     except OSError as error:
         raise UsageError(f"--out {out} cannot be written: {error.strerror}") from error
-    command = engine.submission(str(out))
+    command = [*engine.SUBMIT, str(out.absolute())]  # Ray starts a job in a folder of the head node's choice
     if not submit:
         print(f"wrote {out}; submit it with: {' '.join(command)}")
         return
@@ -48,7 +48,7 @@ def launch(job: Job, on: str, out: Path | None = None, submit: bool = False, for
     print(done.stdout, end="")
     if done.returncode:
         said = _error(done.stderr.strip()) or f"exit code {done.returncode}"
-        raise RunError(f"{engine.PROGRAM} did not take {out}: {said}")
+        raise RunError(f"{engine.SUBMIT[0]} did not take {out}: {said}")
 
 
 def _error(said: str) -> str:
@@ -71,9 +71,9 @@ def _check(job: Job, on: str, engine: ModuleType, out: Path | None, submit: bool
         raise UsageError("--submit submits a file, which also continues the run later; name it with --out FILE")
     if submit and on == "kubernetes" and not job.image:
         raise UsageError("--submit on kubernetes needs --image, a container image with Forebay")
-    if submit and shutil.which(engine.PROGRAM) is None:
+    if submit and shutil.which(engine.SUBMIT[0]) is None:
         raise UsageError(
-            f"--submit needs {on}'s program {engine.PROGRAM!r}, which is not on the PATH; "
+            f"--submit needs {on}'s program {engine.SUBMIT[0]!r}, which is not on the PATH; "
             "without --submit the file is written, and can be submitted elsewhere"
         )
     if out is not None and out.exists() and not force:

@@ -212,13 +212,13 @@ def watch_step(trainer: Trainer, step: Callable[[], T]) -> tuple[T, list[ActionR
     if engine is None:
         raise UsageError("parallel.pp is 1: there is no pipeline whose timeline could be shown")
     if mesh.batch.rank:
-        with engine.eager():
+        with trainer.eager():
             return step(), []
     dist.barrier(mesh.pipeline)  # the clocks of all ranks start together
     if trainer.device.type == "cuda":
         torch.cuda.synchronize(trainer.device)
     recorder = ActionRecorder(mesh.pp_rank, trainer.device)
-    with engine.eager(), engine.watched(recorder):
+    with trainer.eager(), engine.watched(recorder):
         result = step()
     return result, [record for records in mesh.of_pipeline(recorder.records()) for record in records]
 
@@ -273,9 +273,9 @@ def held_by_rank(trainer: Trainer, last: StepReport) -> list[dict[str, Any]]:
 def profile_forward(trainer: Trainer) -> str:
     """The bytes saved by a forward pass without placements, or by each pipeline rank in a step, as the JSON text that
     ``forebay profile --json`` prints."""
-    if trainer.pipeline is None:
-        return trainer.memory.profile(trainer.forward).to_json()
-    with trainer.pipeline.eager():  # a replayed CUDA graph runs no hooks
+    with trainer.eager():  # a replayed CUDA graph runs no hooks
+        if trainer.pipeline is None:
+            return trainer.memory.profile(trainer.forward).to_json()
         return json.dumps([found.as_dict() for found in profile_ranks(trainer)], indent=1)
 
 

@@ -12,7 +12,7 @@ import gc
 import math
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Self
 
@@ -117,7 +117,7 @@ class Trainer:
             self.dispatcher,
             self.memory.pages,
             self._router,
-            eager=self.engine.eager if self.engine is not None else nullcontext,
+            eager=self.eager,
             on_resize=self.cuda_graph.release if self.cuda_graph is not None else lambda: None,
         )
         self._freed_graph = False  # for an evaluation
@@ -192,6 +192,10 @@ class Trainer:
     def cuda_graph(self) -> CudaGraphStep | None:
         """The CUDA graph of a step; None without `memory.graph`, and on a CPU."""
         return self.engine.cuda_graph if self.engine is not None else None
+
+    def eager(self) -> AbstractContextManager[None]:
+        """Context in which steps are called, not replayed from a CUDA graph, whose memory is free."""
+        return self.engine.eager() if self.engine is not None else nullcontext()
 
     @property
     def graph_status(self) -> str | None:

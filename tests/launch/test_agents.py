@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 
 from forebay import cli
-from forebay.errors import PeerLost, UsageError
+from forebay.errors import PeerLost
 from forebay.launch import torchrun
 from forebay.train.loop import train
 from tests.conftest import Run
@@ -251,19 +250,6 @@ def test_no_rendezvous_ends_soon_and_says_so(where: str, tmp_path: Path) -> None
     assert one.returncode == PeerLost.exit_code and time.monotonic() - began < 60
     assert f"forebay: this agent did not find the others at {endpoint}" in said and "--rdzv-id" in said
     assert "Traceback" not in said, said
-
-
-def test_a_port_in_use_is_a_usage_error(tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        options = ["--nnodes=2", "--node-rank=0", "--master-addr=127.0.0.1", f"--master-port={port}"]
-        one = start(agent, [*options, str(tmp_path / "never-runs.py")])
-        try:
-            _, said = one.communicate(60)
-        finally:
-            one.kill()
-    assert one.returncode == UsageError.exit_code
-    assert f"another process of this machine listens at 127.0.0.1:{port}" in said and "Traceback" not in said, said
 
 
 def test_experts_over_two_nodes_say_how_tokens_travel_and_at_what_cost(tmp_path: Path) -> None:

@@ -276,7 +276,7 @@ def test_submit_passes_on_what_the_engine_says(
     assert code == 1 and not out and "invalid partition" in one_sentence(error)
     monkeypatch.setenv("SBATCH_PARTITION", "gpu")
     assert run(*arguments)[0] == 2  # the file of the first try is there
-    assert run(*arguments, "--force") == (0, "job 5: job\n", "")
+    assert run(*arguments, "--force") == (0, f"job 5: {Path.cwd() / 'job'}\n", "")
     program(
         tmp_path,
         "sbatch",
@@ -339,8 +339,9 @@ def test_torchrun_ends_with_the_code_of_the_run(what: str, sent: int, code: int,
 
 
 def test_torchrun_says_that_its_port_is_taken() -> None:
+    """A usage error, with exit code 2: no process was lost, and the same command fails again."""
     with socket.create_server(("", 0)) as taken:
         port = str(taken.getsockname()[1])
         command = ["-m", "forebay.launch.torchrun", "--master-port", port, "-m", "forebay", "doctor"]
         done = subprocess.run([sys.executable, *command], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 5 and f":{port}; choose another port with --master-port" in done.stderr, done.stderr
+    assert done.returncode == 2 and f":{port}; choose another port with --master-port" in done.stderr, done.stderr

@@ -16,7 +16,7 @@ from forebay.kernels.paging import PagedRows, give_pages, restore, stash, take_p
 from forebay.memory.page_store import PageStore, PageTicket
 
 PAGE = 512
-Saved = tuple[Tensor, int | None]  # a tensor and its live rows; None: all
+Saved = tuple[Tensor, int]  # a tensor and its live rows
 NewStore = Callable[..., PageStore]
 
 
@@ -49,11 +49,7 @@ def count(n: int, device: str | torch.device = "cpu") -> Tensor:
 
 def put(store: PageStore, *saved: Saved) -> PageTicket:
     wanted = [
-        PagedRows(
-            None if live is None else count(live, tensor.device),
-            tensor.shape[0],
-            tensor[:1].nbytes if tensor.shape[0] else tensor.shape[1] * tensor.element_size(),
-        )
+        PagedRows(count(live, tensor.device), tensor.shape[0], tensor.shape[1] * tensor.element_size())
         for tensor, live in saved
     ]
     ticket = store.take(wanted)
@@ -66,7 +62,7 @@ def fetched(store: PageStore, ticket: PageTicket, *saved: Saved) -> bool:
     outs = [torch.full_like(tensor, 77) for tensor, _ in saved]
     restore(ticket.tables, outs, backend=store.backend)
     return all(
-        torch.equal(out[:live], tensor[:live]) and bool((out[tensor.shape[0] if live is None else live :] == 77).all())
+        torch.equal(out[:live], tensor[:live]) and bool((out[live:] == 77).all())
         for out, (tensor, live) in zip(outs, saved, strict=True)
     )
 
@@ -127,15 +123,15 @@ def test_the_first_step_is_counted_and_the_arena_made_for_it(new: NewStore) -> N
 
 
 @pytest.mark.parametrize(
-    ("rows", "live", "pages"), [(10, None, (10, 0)), (8, 0, (1, 7))], ids=["no margin beyond the bound", "no live rows"]
+    ("rows", "live", "pages"), [(10, 10, (10, 0)), (8, 0, (1, 7))], ids=["no margin beyond the bound", "no live rows"]
 )
-def test_the_arena_holds_what_tickets_can_need(rows: int, live: int | None, pages: tuple[int, int]) -> None:
+def test_the_arena_holds_what_tickets_can_need(rows: int, live: int, pages: tuple[int, int]) -> None:
     store = new_store()
     report = store.end_step()
     assert store._memory is None and not report.resized and report.pages_out == 0, "a step without tickets"
     put(store, (wide(rows), live))
     assert store.end_step().resized and pages_of(store) == pages
-    ticket = put(store, saved := (wide(rows), None))
+    ticket = put(store, saved := (wide(rows), rows))
     assert fetched(store, ticket, saved)
     del ticket
     assert spilled(store) == (pages[1] > 0)
@@ -160,12 +156,12 @@ def test_no_host_page_goes_out_while_there_are_pages_on_the_device(new: NewStore
 
 def test_after_a_step_that_spilled_the_device_pages_go_out_first_again() -> None:
     store = new_store((4, 8), device_budget=4 * PAGE)
-    tickets = [put(store, (wide(3), None)) for _ in range(4)]
+    tickets = [put(store, (wide(3), 3)) for _ in range(4)]
     for i in (1, 3, 0, 2):
         tickets[i] = None  # type: ignore[call-overload]
     assert spilled(store)
     store.end_step()
-    ticket = put(store, (wide(4), None))
+    ticket = put(store, (wide(4), 4))
     assert sorted(ticket.tables[0].pages.tolist()) == [0, 1, 2, 3]
 
 
@@ -252,7 +248,7 @@ def test_exactly_ends_with_the_outermost_context_and_in_an_error_too() -> None:
     [
         ([PagedRows(torch.tensor([5]), 4, 4)], "5 live rows of a tensor of 4"),
         ([PagedRows(torch.tensor([-1]), 4, 4)], "-1 live rows of a tensor of 4"),
-        ([PagedRows(None, 4, 1030)], r"row of 1030 bytes.*page_bytes must be 1536 or more"),
+        ([PagedRows(count(4), 4, 1030)], r"row of 1030 bytes.*page_bytes must be 1536 or more"),
     ],
 )
 def test_rows_that_cannot_be_taken(wanted: Sequence[PagedRows], said: str) -> None:
@@ -266,7 +262,7 @@ def test_a_closed_store_says_so() -> None:
     store = new_store((4, 0))
     for _ in range(2):
         store.close()
-    for use in (lambda: store.take([PagedRows(None, 1, 4)]), store.end_step):
+    for use in (lambda: store.take([PagedRows(count(1), 1, 4)]), store.end_step):
         with pytest.raises(RuntimeError, match="closed"):
             use()
     assert store.device_bytes == store.host_bytes == store.live_tickets == 0
@@ -371,13 +367,14 @@ def test_the_graph_owns_tickets_from_forward_to_backward(new: NewStore) -> None:
 def test_tickets_at_the_end_of_the_process_are_quiet() -> None:
     program = (
         "import torch\n"
+        "live = torch.tensor([4])\n"
         "from forebay.kernels.paging import PagedRows\nfrom forebay.memory.page_store import PageStore\n"
         "store = PageStore('cpu', page_bytes=512, backend='reference')\n"
-        "private = store.take([PagedRows(None, 4, 512)])\n"
+        "private = store.take([PagedRows(live, 4, 512)])\n"
         "store.resize(4, 4)\n"
-        "cycle = [store.take([PagedRows(None, 4, 512)])]\n"
+        "cycle = [store.take([PagedRows(live, 4, 512)])]\n"
         "cycle.append(cycle)\n"
-        "torch.kept = store.take([PagedRows(None, 4, 512)])\n"
+        "torch.kept = store.take([PagedRows(live, 4, 512)])\n"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")

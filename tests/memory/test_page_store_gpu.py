@@ -54,9 +54,9 @@ def test_takes_on_one_stream_wait_for_gives_on_another() -> None:
 
 def test_takes_copies_and_gives_do_not_wait_for_the_device() -> None:
     store = new_store((), GPU, "auto")
-    x, y, live = wide(64, GPU), wide(64, GPU, 96), count(40, GPU)
+    x, y, live, every = wide(64, GPU), wide(64, GPU, 96), count(40, GPU), count(64, GPU)
     out = torch.zeros_like(x), torch.zeros_like(y)
-    wanted = [PagedRows(live, 64, x[:1].nbytes), PagedRows(None, 64, y[:1].nbytes)]
+    wanted = [PagedRows(live, 64, x[:1].nbytes), PagedRows(every, 64, y[:1].nbytes)]
 
     def step() -> None:
         ticket = store.take(wanted)
@@ -80,8 +80,9 @@ def graph_of(store: PageStore, live: Tensor, x: Tensor, out: Tensor, layers: int
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         tickets = []
+        three = torch.full((1,), 3, device=GPU)  # the graph's own
         for i in range(layers):
-            ticket = store.take([PagedRows(live, x.shape[0], x[:1].nbytes), PagedRows(None, 3, 64)])
+            ticket = store.take([PagedRows(live, x.shape[0], x[:1].nbytes), PagedRows(three, 3, 64)])
             stash([x + i, out[i, :3, :16].contiguous()], ticket.tables)
             tickets.append(ticket)
         del ticket

@@ -66,22 +66,17 @@ class Model:
         store, device = self.store, self.store.device
         exact = self.account is None or self.chance.random() < 0.1
         saved, dtypes, wanted, needs, bound = [], [], [], [], 0
-        kinds = KINDS
-        if device.type == "cuda":
-            # One kernel is compiled for each sequence of dtypes: of mixed ones there are thousands, a second each.
-            kinds = (KINDS[int(self.chance.integers(len(KINDS)))],)
         for _ in range(int(self.chance.integers(1, 3))):
-            row_bytes, dtype = kinds[int(self.chance.integers(len(kinds)))]
+            row_bytes, dtype = KINDS[int(self.chance.integers(len(KINDS)))]
             rows = int(self.chance.integers(0, 24))
             live = int(self.chance.integers(0, rows + 1))
-            known = self.chance.random() < 0.15
             fit = PAGE // row_bytes
-            saved.append((self.bytes_of(rows, row_bytes), rows if known else live))
+            saved.append((self.bytes_of(rows, row_bytes), live))
             dtypes.append(dtype)
             count = torch.tensor(
                 [live], dtype=torch.int32 if self.chance.random() < 0.5 else torch.int64, device=device
             )
-            wanted.append(PagedRows(None if known else count, rows, row_bytes))
+            wanted.append(PagedRows(count, rows, row_bytes))
             needs.append(-(-saved[-1][1] // fit))
             bound += -(-rows // fit)
         if exact:

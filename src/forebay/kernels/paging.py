@@ -44,10 +44,10 @@ class PagedRows(NamedTuple):
     """A request for pages: rows [0, live) of one tensor of `rows` rows.
 
     Attributes:
-        live: [1] int32 or int64 on the compute device; None: all.
+        live: [1] int32 or int64 on the compute device.
     """
 
-    live: Tensor | None
+    live: Tensor
     rows: int
     row_bytes: int
 

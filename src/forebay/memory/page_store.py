@@ -153,7 +153,6 @@ class PageStore:
         self._exact = 0  # depth of `exactly`
         self._epoch = 0  # number of step ends and arenas: a ticket captured in an earlier one gives nothing back
         self._last_stream: Any = None  # the one that used the free pages last
-        self._all_live: dict[int, Tensor] = {}  # row counts on the device, by value
         # A ticket may die at any time, in any thread. It only appends to these; the next call looks at them.
         self._dead: deque[_PageCounts] = deque()
         self._deferred_gives: deque[tuple[_SharedPages, tuple[PageTable, ...], Any]] = deque()
@@ -308,7 +307,6 @@ class PageStore:
         self._wait()
         self._memory = None
         self._last_stream = None
-        self._all_live.clear()
 
     def _bounds(self, wanted: Sequence[PagedRows]) -> list[int]:
         """Pages that each tensor needs if all its rows are live."""
@@ -324,38 +322,21 @@ class PageStore:
         self, memory: _SharedPages, wanted: Sequence[PagedRows], bounds: Sequence[int], stream: Any, capturing: bool
     ) -> tuple[PageTable, ...]:
         self._order_after_last(stream, capturing)
-        lives = [self._live(rows) for rows in wanted]
         needs = [
-            (live, self.page_bytes // rows.row_bytes, bound)
-            for live, rows, bound in zip(lives, wanted, bounds, strict=True)
+            (rows.live, self.page_bytes // rows.row_bytes, bound) for rows, bound in zip(wanted, bounds, strict=True)
         ]
         pages = take_pages(memory.free, needs, backend=self.backend)
         return tuple(
-            PageTable(memory.arena, numbers, live, rows.rows, rows.row_bytes)
-            for numbers, live, rows in zip(pages, lives, wanted, strict=True)
+            PageTable(memory.arena, numbers, rows.live, rows.rows, rows.row_bytes)
+            for numbers, rows in zip(pages, wanted, strict=True)
         )
-
-    def _live(self, rows: PagedRows) -> Tensor:
-        if rows.live is not None:
-            return rows.live
-        known = self._all_live.get(rows.rows)
-        # Trap: a new one is not kept. Made within a capture it is memory of the graph, without a value until a replay.
-        return known if known is not None else self._constant(rows.rows)
-
-    def _constant(self, value: int) -> Tensor:
-        return torch.full((1,), value, dtype=torch.int64, device=self.device)
 
     def _take_exactly(
         self, wanted: Sequence[PagedRows], bounds: Sequence[int]
     ) -> tuple[_PageMemory, tuple[PageTable, ...]]:
-        for rows in wanted:
-            if rows.live is None and rows.rows not in self._all_live:
-                self._all_live[rows.rows] = self._constant(rows.rows)
-        unknown = [rows.live.reshape(1).long() for rows in wanted if rows.live is not None]
-        read = iter(torch.cat(unknown).tolist() if unknown else ())
         counts = []
-        for rows in wanted:
-            count = rows.rows if rows.live is None else next(read)
+        lives = torch.cat([rows.live.reshape(1).long() for rows in wanted]).tolist()
+        for count, rows in zip(lives, wanted, strict=True):
             if not 0 <= count <= rows.rows:
                 raise ValueError(f"{count} live rows of a tensor of {rows.rows}")
             counts.append(-(-count // (self.page_bytes // rows.row_bytes)))
@@ -364,7 +345,7 @@ class PageStore:
         for rows, count, bound in zip(wanted, counts, bounds, strict=True):
             pages = torch.full((bound,), -1, dtype=torch.int32, device=self.device)
             torch.arange(first, first + count, dtype=torch.int32, device=self.device, out=pages[:count])
-            tables.append(PageTable(memory.arena, pages, self._live(rows), rows.rows, rows.row_bytes))
+            tables.append(PageTable(memory.arena, pages, rows.live, rows.rows, rows.row_bytes))
             first += count
         return memory, tuple(tables)
 

@@ -88,11 +88,6 @@ class HierarchicalDispatcher(TokenDispatcher):
         rows, inside = self._inside.fake_handle(passed_on, slots_per_token, device)
         return rows, [*across, *inside]
 
-    def rows_between_nodes(self, handle: Sequence[Tensor]) -> int:
-        """Rows that this rank sent to other nodes in `dispatch`, and receives from them in `combine`."""
-        sent, _ = self._across._splits(handle[_ACROSS - 1])
-        return sum(sent) - sent[self._across.rank]
-
     def check(self) -> None:
         self._inside.check()
 

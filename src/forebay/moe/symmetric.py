@@ -57,7 +57,6 @@ class SymmetricDispatcher(TokenDispatcher):
 
     Attributes:
         capacity_rows, capacity_slots: C and S; with exact sizes the largest that are possible.
-        memory_bytes: symmetric memory of each rank: about 2 T (P + 1) rows.
 
     Raises:
         ValueError: a capacity factor below 1, rows of other sizes, another dtype, experts that the ranks do not divide.
@@ -92,7 +91,6 @@ class SymmetricDispatcher(TokenDispatcher):
         allowed = most if capacity_factor is None else min(most, math.ceil(capacity_factor * tokens * slots_per_token))
         self.capacity_slots = aligned(allowed)
         self.capacity_rows = min(self.size * tokens, self.capacity_slots)
-        self.memory_bytes = layout.total
         self._bounded, self._can_lose = not exact, not exact and self.capacity_slots < aligned(most)
         self._most_exact = 0  # most slots that this rank needed in a dispatch with exact sizes
         self._tokens, self._hidden, self._slots, self._dtype, self._exact = (

@@ -110,7 +110,7 @@ def test_the_first_step_is_counted_and_the_arena_made_for_it(new: NewStore) -> N
     del other, last
     report = store.end_step()
     # 33 + 20 pages were out at once, 160 + 100 could have been; 53 / 64 is 1.
-    assert report.pages_out == 53 and report.bytes_out == 53 * PAGE and report.resized
+    assert report.bytes_out == 53 * PAGE and report.resized
     assert pages_of(store) == (54, 260 - 54) and store.generation == 1
     assert (store.device_bytes, store.host_bytes) == (54 * PAGE, 206 * PAGE)
     ticket = put(store, first, second)
@@ -119,7 +119,7 @@ def test_the_first_step_is_counted_and_the_arena_made_for_it(new: NewStore) -> N
     del ticket
     assert store.live_tickets == 0 and whole(store)
     report = store.end_step()
-    assert report.pages_out == 33 and not report.resized and store.generation == 1
+    assert report.bytes_out == 33 * PAGE and not report.resized and store.generation == 1
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_the_first_step_is_counted_and_the_arena_made_for_it(new: NewStore) -> N
 def test_the_arena_holds_what_tickets_can_need(rows: int, live: int, pages: tuple[int, int]) -> None:
     store = new_store()
     report = store.end_step()
-    assert store._memory is None and not report.resized and report.pages_out == 0, "a step without tickets"
+    assert store._memory is None and not report.resized and report.bytes_out == 0, "a step without tickets"
     put(store, (wide(rows), live))
     assert store.end_step().resized and pages_of(store) == pages
     ticket = put(store, saved := (wide(rows), rows))
@@ -181,7 +181,7 @@ def test_a_layer_without_room_gets_nothing_says_so_and_harms_no_other(new: NewSt
         assert fetched(store, tickets[0], fits) and fetched(store, tickets[3], third)
         tickets.clear()
     report = store.end_step()
-    assert report.pages_out == 16 and report.resized and int(store.missing_flag()) == 0
+    assert report.bytes_out == 16 * PAGE and report.resized and int(store.missing_flag()) == 0
     assert store.device_pages == 17, "what the exact step had out at once, and a margin"
 
 
@@ -255,7 +255,7 @@ def test_rows_that_cannot_be_taken(wanted: Sequence[PagedRows], said: str) -> No
     store = new_store()
     with pytest.raises(ValueError, match=said):
         store.take(wanted)
-    assert store.live_tickets == 0 and store.end_step().pages_out == 0
+    assert store.live_tickets == 0 and store.end_step().bytes_out == 0
 
 
 def test_a_closed_store_says_so() -> None:
@@ -360,7 +360,7 @@ def test_the_graph_owns_tickets_from_forward_to_backward(new: NewStore) -> None:
             assert x.grad is not None and truth.grad is not None
             torch.testing.assert_close(x.grad[:4], truth.grad[:4])
         assert store.live_tickets == 0
-        assert store.end_step().pages_out == 12
+        assert store.end_step().bytes_out == 12 * PAGE
     assert whole(store) and store.generation == 1
 
 

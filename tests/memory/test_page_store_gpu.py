@@ -9,7 +9,7 @@ from torch import Tensor
 
 from forebay.kernels.paging import PagedRows, restore, stash
 from forebay.memory.page_store import PageStore, PageTicket
-from tests.memory.test_page_store import count, fetched, free, new_store, put, spilled, whole, wide
+from tests.memory.test_page_store import PAGE, count, fetched, free, new_store, put, spilled, whole, wide
 
 pytestmark = pytest.mark.gpu
 
@@ -112,7 +112,7 @@ def test_a_graph_is_replayed_with_other_row_counts() -> None:
     graph.replay()
     assert fetched(store, eager, saved), "replays and eager tickets share the free pages"
     del eager
-    assert spilled(store) and int(store.missing_flag()) == 0 and store.end_step().pages_out == 3 * 33
+    assert spilled(store) and int(store.missing_flag()) == 0 and store.end_step().bytes_out == 3 * 33 * PAGE
 
 
 def test_a_capture_that_fails_leaves_the_free_pages_as_they_were() -> None:

@@ -64,7 +64,7 @@ def test_experts_get_their_pages_and_lose_them(policy, tokens) -> None:
         assert equal(loss_and_gradients(model, tokens), expected)
         assert mem.pages is not None
         assert mem.pages.live_tickets == 0
-        assert mem.pages.end_step().pages_out > 0
+        assert mem.pages.end_step().bytes_out > 0
         assert mem.report().saved_bytes_by_placement["stash"] > 0
     assert not any(settings(model, "forebay_pages"))
 

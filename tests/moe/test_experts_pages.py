@@ -115,7 +115,7 @@ def test_only_live_rows_take_pages() -> None:
     rows = int((case.ids >= 0).sum())
     h_pages = -(-rows // (1024 // (2 * case.tensors["down"].shape[2] * 4)))
     x_pages = -(-LIVE // (1024 // (H * 4)))
-    assert state.pages_out == h_pages + x_pages
+    assert state.bytes_out == (h_pages + x_pages) * 1024
     assert y.requires_grad
 
 
@@ -138,7 +138,7 @@ def test_x_without_a_bound_on_the_rows_is_saved_by_autograd() -> None:
     kept = case.grads(torch.ones(len(case.ids), H))
     y = case.run(pages=store)
     rows = case.ids.numel()
-    assert store.end_step().pages_out == -(-rows // (1024 // (2 * case.tensors["down"].shape[2] * 4)))
+    assert store.end_step().bytes_out == -(-rows // (1024 // (2 * case.tensors["down"].shape[2] * 4))) * 1024
     y.backward(torch.ones_like(y))
     assert_same_bits({"y": y.detach(), **{n: t.grad for n, t in case.tensors.items()}}, kept)  # type: ignore[misc]
 

@@ -223,7 +223,7 @@ class Pages:
         self.ended += 1
         resized = bool(self.missing)
         self.missing.zero_()
-        return PageReport(self.ended, 0, resized)
+        return PageReport(self.ended, resized)
 
 
 def retries(pages: Any, **options: Any) -> CapacityRetries:
@@ -252,7 +252,7 @@ def test_pages_that_run_out() -> None:
     result, rerun = runs.run(gradients, lambda: dropped.append(1))
     assert result == 2.0 and rerun == CapacityRetry(rows=False, pages=True, factor=None)
     assert drawn[0] == drawn[1] and dropped == [1] and pages.ended == 1 and not pages.is_exact
-    assert runs.page_report is not None and runs.page_report.pages_out == 1 and runs.factor() is None
+    assert runs.page_report is not None and runs.page_report.bytes_out == 1 and runs.factor() is None
     assert renewed == [1], "a graph of other pages is given up, once"
     result, rerun = runs.run(lambda: "enough", lambda: dropped.append(2))
     assert (result, rerun, dropped, pages.ended, renewed) == ("enough", None, [1], 2, [1])

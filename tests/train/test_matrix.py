@@ -298,7 +298,7 @@ def left_behind(trainer: Trainer, mesh: Mesh, memory: dict[str, Any]) -> list[st
     if trainer.dispatcher is not None and trainer.dispatcher.live_handles:
         wrong.append("handles are left")
     pages = trainer.memory.pages
-    if pages is not None and (pages.live_tickets or not pages.end_step().pages_out):
+    if pages is not None and (pages.live_tickets or not pages.end_step().bytes_out):
         wrong.append(f"{pages.live_tickets} tickets of pages are left, or none was taken")
     if mesh.pp > 1:
         engine: Any = trainer.engine

@@ -35,12 +35,10 @@ class PageReport:
     """What a step needed.
 
     Attributes:
-        pages_out: most pages that were out at once, or would have been had there been enough.
-        bytes_out: their bytes.
+        bytes_out: of the most pages that were out at once, or would have been had there been enough.
         resized: the arena was replaced; CUDA graphs that use it must be captured again.
     """
 
-    pages_out: int
     bytes_out: int
     resized: bool
 
@@ -261,7 +259,7 @@ class PageStore:
             self._last_stream = self._stream()
         self._most_own = self._total.device + self._total.host
         resized = idle and self._fit(most)
-        self.last = PageReport(most, most * self.page_bytes, resized)
+        self.last = PageReport(most * self.page_bytes, resized)
         return self.last
 
     def resize(self, device_pages: int, host_pages: int) -> None:

@@ -1,11 +1,20 @@
-"""The device of the kernels' tests, their two forms, and views of a tensor with the same values in another layout."""
+"""The device of the kernels' tests, their two forms, rows of experts, and views of a tensor in another layout."""
+
+from collections.abc import Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# Triton's interpreter multiplies the bits of bf16 as if they were integers: those products run on a GPU only.
+PRODUCT_DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE == "cuda" else [])]
 backends = pytest.mark.parametrize("backend", ["triton", "reference"])
+
+
+def offsets(rows: Sequence[int]) -> Tensor:
+    """The end row of each expert, from its number of rows."""
+    return torch.tensor(rows, device=DEVICE).cumsum(0).to(torch.int32)
 
 
 def strided(t: Tensor) -> Tensor:

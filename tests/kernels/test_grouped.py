@@ -7,14 +7,7 @@ import torch
 from torch import Tensor
 
 from forebay.kernels.grouped import add_rows_by_rows
-from tests.kernels.common import DEVICE
-
-# Triton's interpreter multiplies the bits of bf16 as if they were integers: those run on a GPU only.
-DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE == "cuda" else [])]
-
-
-def offsets(*rows: int) -> Tensor:
-    return torch.tensor(rows, device=DEVICE).cumsum(0).to(torch.int32)
+from tests.kernels.common import DEVICE, PRODUCT_DTYPES, offsets
 
 
 def exact(left: Tensor, right: Tensor, offs: Tensor) -> Tensor:
@@ -36,9 +29,9 @@ def check(total: Tensor, left: Tensor, right: Tensor, offs: Tensor, backend: str
 
 ROWS = [(0,), (1,), (63,), (64, 1), (65, 0, 31), (0, 0, 33, 0), (127, 129, 5)]
 SHAPES = [(1, 1), (100, 130), (128, 127), (129, 16), (256, 128)]
-PRODUCT = [(*shape, rows, dtype) for shape in SHAPES for rows in ROWS for dtype in DTYPES]
+PRODUCT = [(*shape, rows, dtype) for shape in SHAPES for rows in ROWS for dtype in PRODUCT_DTYPES]
 # Each of rows, shape and dtype at least once: tiles and ends of experts are masked independently.
-SOME = [(*SHAPES[i % len(SHAPES)], rows, DTYPES[i % len(DTYPES)]) for i, rows in enumerate(ROWS)]
+SOME = [(*SHAPES[i % len(SHAPES)], rows, PRODUCT_DTYPES[i % len(PRODUCT_DTYPES)]) for i, rows in enumerate(ROWS)]
 
 
 @pytest.mark.parametrize(
@@ -46,7 +39,7 @@ SOME = [(*SHAPES[i % len(SHAPES)], rows, DTYPES[i % len(DTYPES)]) for i, rows in
     [*SOME, *(pytest.param(*case, marks=pytest.mark.slow) for case in PRODUCT if case not in SOME)],
 )
 def test_triton_against_fp64(m: int, n: int, rows: tuple[int, ...], dtype: torch.dtype) -> None:
-    offs = offsets(*rows)
+    offs = offsets(rows)
     left, right = (torch.randn(sum(rows) + 3, width, device=DEVICE).to(dtype) for width in (m, n))
     left[sum(rows) :] = right[sum(rows) :] = torch.nan  # sentinels
     check(torch.randn(len(rows), m, n, device=DEVICE), left, right, offs)
@@ -57,12 +50,12 @@ def test_the_plain_form_against_fp64(dtype: torch.dtype) -> None:
     left, right = torch.randn(19, 24, device=DEVICE).to(dtype), torch.randn(19, 40, device=DEVICE).to(dtype)
     left[17:] = torch.nan
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    check(torch.randn(3, 24, 40, device=DEVICE, dtype=wide), left, right, offsets(5, 0, 12), "reference")
+    check(torch.randn(3, 24, 40, device=DEVICE, dtype=wide), left, right, offsets((5, 0, 12)), "reference")
 
 
 def test_neighbors_rows_do_not_leak_in() -> None:
     """An expert's rows of NaN are its own: another one's last block reads no row of it."""
-    offs = offsets(10, 20, 7)
+    offs = offsets((10, 20, 7))
     left, right = torch.randn(37, 20, device=DEVICE), torch.randn(37, 30, device=DEVICE)
     left[10:30] = torch.nan
     right[10:30] = torch.inf
@@ -72,7 +65,7 @@ def test_neighbors_rows_do_not_leak_in() -> None:
 
 
 def test_views() -> None:
-    offs = offsets(20, 13)
+    offs = offsets((20, 13))
     left = torch.randn(33, 96, device=DEVICE)[:, 8:56]
     right = torch.randn(64, 33, device=DEVICE).t()
     total = torch.randn(2, 60, 80, device=DEVICE)
@@ -83,7 +76,7 @@ def test_views() -> None:
 
 
 def test_the_same_bits_every_time() -> None:
-    offs = offsets(70, 50)
+    offs = offsets((70, 50))
     left, right = torch.randn(120, 130, device=DEVICE), torch.randn(120, 140, device=DEVICE)
     totals = [torch.ones(2, 130, 140, device=DEVICE) for _ in range(3)]
     for total in totals:
@@ -92,7 +85,7 @@ def test_the_same_bits_every_time() -> None:
 
 
 def test_refusals() -> None:
-    offs = offsets(2, 2)
+    offs = offsets((2, 2))
     left, right, total = torch.randn(4, 3), torch.randn(4, 5), torch.zeros(2, 3, 5)
     for message, *arguments in (
         (r"do not make \(2, 3, 5\)", total, right, left),

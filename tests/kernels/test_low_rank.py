@@ -8,16 +8,14 @@ import torch
 from torch import Tensor
 
 from forebay.kernels.low_rank import Gathered, add_widened, narrow_rows, sum_outer
-from tests.kernels.common import DEVICE, backends, strided
+from tests.kernels.common import DEVICE, PRODUCT_DTYPES, backends, offsets, strided
 
-# Triton's interpreter multiplies the bits of bf16 as if they were integers: those run on a GPU only.
-DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE == "cuda" else [])]
 # Rows of each expert: none at all, tiles of 64 and 128 rows, their borders, experts without rows at both ends.
 ROWS = [(0,), (1,), (63,), (64, 1), (65, 0, 31), (0, 0, 129, 0), (127, 128, 5), (0, 1, 1, 1, 300)]
 # Width and rank: no vector, blocks of columns and their borders, ranks beyond a block of 16 and of 64.
 SHAPES = [(1, 1), (100, 3), (128, 16), (129, 17), (24, 64), (256, 70)]
-PRODUCT = [(*shape, rows, dtype) for shape in SHAPES for rows in ROWS for dtype in DTYPES]
-SOME = [(*SHAPES[i % len(SHAPES)], rows, DTYPES[i % len(DTYPES)]) for i, rows in enumerate(ROWS)]
+PRODUCT = [(*shape, rows, dtype) for shape in SHAPES for rows in ROWS for dtype in PRODUCT_DTYPES]
+SOME = [(*SHAPES[i % len(SHAPES)], rows, PRODUCT_DTYPES[i % len(PRODUCT_DTYPES)]) for i, rows in enumerate(ROWS)]
 cases = pytest.mark.parametrize(
     ("width", "rank", "rows", "dtype"),
     [*SOME, *(pytest.param(*case, marks=pytest.mark.slow) for case in PRODUCT if case not in SOME)],
@@ -27,10 +25,6 @@ SENTINELS, SLOTS = 3, 2
 
 def randn(*shape: int, dtype: torch.dtype) -> Tensor:
     return torch.randn(*shape, device=DEVICE).to(dtype)
-
-
-def offsets(rows: tuple[int, ...]) -> Tensor:
-    return torch.tensor(rows, device=DEVICE).cumsum(0).to(torch.int32)
 
 
 def spans(offs: Tensor) -> list[tuple[int, int]]:

@@ -17,7 +17,6 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
-from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from forebay import cli
@@ -179,15 +178,11 @@ def test_plan_says_whether_it_fits(run: Run, plan: Plan, config: str) -> None:
 
 
 def test_plan_of_more_processes(plan: Plan) -> None:
-    """Each holds less; expert parallelism receives rows."""
-    many = ["--set=train.batch=8", "--set=train.microbatch=1"]
-    totals = {}
-    for world, ep in ((1, 1), (2, 1), (2, 2), (4, 2)):
-        totals[world, ep] = plan(*many, f"--world={world}", f"--set=parallel.ep={ep}")["fit"]["ranks"][0]
-    assert totals[1, 1]["parameters"] > totals[2, 1]["parameters"] > totals[4, 2]["parameters"]
-    assert totals[2, 2]["optimizer"] > totals[4, 2]["optimizer"]
-    skewed = plan(*many, "--world=2", "--set=parallel.ep=2", "--skew=2")["fit"]["ranks"][0]
-    assert skewed["activations"] >= totals[2, 2]["activations"]
+    """Each holds less; the fullest receives more rows if routing is uneven."""
+    many = ["--set=train.batch=8", "--set=train.microbatch=1", "--set=train.sequence=512"]
+    two = [*many, "--world=2", "--set=parallel.ep=2"]
+    alone, even, skewed = (plan(*sets)["fit"]["ranks"][0] for sets in (many, two, [*two, "--skew=2"]))
+    assert alone["parameters"] > even["parameters"] and even["activations"] < skewed["activations"]
 
 
 def test_plan_of_a_dense_model_says_so(run: Run, config: str) -> None:
@@ -277,7 +272,7 @@ def test_a_published_model_in_a_file(plan: Plan) -> None:
 
 def test_searches(run: Run, plan: Plan, config: str) -> None:
     """Exit code 0 if the search found something, 3 if nothing fits."""
-    found = plan("--search", "sequence", "--budget", "100MiB")
+    found = plan("--search", "sequence", "--budget", "8MiB")
     sequence = found["search"]["found"]["train.sequence"]
     assert found["fit"]["fits"] and found["tokens_per_microbatch"] == 2 * sequence
     code, out, _ = run("plan", config, "--search", "layers", "--budget", "50KiB")
@@ -289,7 +284,7 @@ def test_searches(run: Run, plan: Plan, config: str) -> None:
 def test_plan_of_the_largest_model_without_its_weights(plan: Plan) -> None:
     """DeepSeek-V3 on 512 processes: 671 billion parameters, which this machine has no memory for."""
     model = ["model.family=deepseek_v3", "model.config={vocab_size=129280}", "model.compute=bfloat16"]
-    train = ["train.sequence=4096", "train.batch=2048", "train.microbatch=1", "device.type=cuda"]
+    train = ["train.sequence=4096", "train.batch=1024", "train.microbatch=1", "device.type=cuda"]
     sets = [f"--set={key}" for key in (*model, *train, "parallel.pp=16", "parallel.ep=32")]
     fit = plan(*sets, "--world=512", "--budget=80GiB", code=3)["fit"]
     assert fit["parameters"] == pytest.approx(671e9, rel=1e-3)
@@ -306,47 +301,28 @@ PLAN, TRAIN = ["plan", "{folder}/config.toml"], ["train", "{folder}/config.toml"
     ("command", "arguments", "said"),
     [
         (PLAN, ["--pp=2", *PIPELINE[1:]], ["4 stages", "2 decoder layers", "valid is at most 1 ranks"]),
-        (PLAN, ["--pp=0"], ["parallel.pp"]),
         (PLAN, ["--pp=2", *PIPELINE[:1]], ["dualpipev", "parallel.pp = 2", "at least 4"]),
-        (
-            PLAN,
-            ["--pp=2", *PIPELINE, "--set=parallel.partition=[3, 3, 3, 4]"],
-            ["13 layers, but the model has 12"],
-        ),
         (PLAN, ["--set=model.family=gpt2", "--set=model.config={}"], ["cannot be planned", "GPT2"]),
         (PLAN, ["--auto"], ["--auto", "give --budget"]),
         (PLAN, ["--budget=1KiB"], ["below the parameters alone", "rank 0"]),
         (PLAN, ["--budget=much"], ["'much' is no size in bytes"]),
-        (PLAN, ["--world=3", "--set=parallel.ep=2"], ["parallel.ep = 2 does not divide the 3 processes"]),
         (PLAN, ["--world=3"], ["train.batch = 2 is no multiple of the 3 processes"]),
         (PLAN, ["--world=-1"], ["--gpus -1"]),
         (PLAN, ["--skew=0.5"], ["--skew 0.5"]),
-        (PLAN, ["--set=model.family=qwen9_moe"], ["qwen9_moe"]),
         (PLAN, ['--set=memory.policy={"model.nothing" = "offload"}'], ["matches no module"]),
         (PLAN, ["--device=h20"], ["did you mean 'h200'?", "--save-profile"]),
         (PLAN, ["--search", "microbatch"], ["--search microbatch needs --budget"]),
         (["plan", "qwen3-30b"], ["--gpus=8"], ["the nearest valid name is 'qwen3-30b-a3b'", "published models are"]),
-        (["plan", "deepseek-v3"], ["--gpus=7", "--pp=2"], ["parallel.pp = 2 does not divide the 7 processes"]),
         (["plan", "olmoe-1b-7b"], ["--gpus=6", "--set=parallel.ep=3"], ["does not divide the model's 64 experts"]),
         (["plan", "olmoe-1b-7b"], ["--gpus=8", "--budget=1GiB"], ["below the parameters alone"]),
-        (["plan", "olmoe-1b-7b"], ["--set=train.stpes=3"], ["'stpes'", "[train]"]),
         (["plan", "{folder}"], [], ["has no config.json"]),
         (["train", "quickstrat"], [], ["'quickstart'"]),
         (TRAIN, ["--set=train.stpes=3"], ["'stpes'", "[train]", "nearest valid key is 'steps'"]),
-        (TRAIN, ["--set=train.steps=none"], ["train.steps", "a whole number"]),
         (TRAIN, ['--set=memory.policy={"*.no" = "offload"}'], ["'*.no' matches no module", "nearest paths"]),
         (
             TRAIN,
             ["--set=memory.policy=auto", "--set=memory.budget=1KiB", "--set=train.steps=20"],
             ["budget", "smallest"],
-        ),
-        (TRAIN, ["--set=train.sequence=1000000"], ["needs 1000001 tokens", "valid is at most"]),
-        (TRAIN, ["--set=data.path=/nowhere/at/all"], ["'/nowhere/at/all' does not exist"]),
-        pytest.param(
-            TRAIN,
-            ["--set=device.type=cuda"],
-            ["device.type = 'cuda'", "valid here are 'cpu' and 'auto'"],
-            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="has CUDA"),
         ),
     ],
 )
@@ -354,38 +330,6 @@ def test_what_is_not_possible(
     run: Run, config: str, tmp_path: Path, command: list[str], arguments: list[str], said: list[str]
 ) -> None:
     refused(run(*(word.format(folder=tmp_path) for word in command), *arguments), *said)
-
-
-@pytest.mark.parametrize(
-    ("content", "said"), [(b"", "is empty"), (b"text\0more", "is binary (a NUL byte at offset 4)")]
-)
-def test_bad_data_files(run: Run, config: str, tmp_path: Path, content: bytes, said: str) -> None:
-    (tmp_path / "text.txt").write_bytes(content)
-    refused(run("train", config), said, "text.txt", code=1)
-
-
-def test_an_exported_model_trains_if_its_weights_are_whole(run: Run, config: str, tmp_path: Path) -> None:
-    assert run("train", config)[0] == 0
-    assert run("export", tmp_path / "run", tmp_path / "model")[0] == 0
-    from_folder, file = tmp_path / "from_folder.toml", tmp_path / "model" / "model.safetensors"
-    from_folder.write_text(CONFIG.format(folder=tmp_path, model=f'{{path = "{tmp_path}/model"}}'))
-    assert run("train", from_folder)[0] == 0
-    weights = load_file(file)
-    save_file({k: v for k, v in weights.items() if k != "model.norm.weight"}, file, {"format": "pt"})
-    refused(run("train", from_folder), "model.norm.weight is missing", code=1)
-    save_file({**weights, "model.norm.weight": torch.zeros(5)}, file, {"format": "pt"})
-    refused(run("train", from_folder), "model.norm.weight has shape [5], the model needs [16]", code=1)
-    file.write_bytes(file.read_bytes()[:-1])
-    refused(run("train", from_folder), f"{file} is truncated", code=1)
-
-
-def test_truncated_checkpoint(run: Run, config: str, tmp_path: Path) -> None:
-    assert run("train", config)[0] == 0
-    file = tmp_path / "run" / "checkpoints" / "step-00000002" / "__0_0.distcp"
-    file.write_bytes(file.read_bytes()[:50])
-    offered = str(file.parent.with_name("step-00000001"))
-    refused(run("train", config, "--resume", "--set=train.steps=3"), "step-00000002 is damaged", offered, code=1)
-    assert run("train", config, "--resume", offered, "--set=train.steps=3")[0] == 0
 
 
 def test_an_unexpected_error_is_one_sentence_too(run: Run, config: str, monkeypatch: pytest.MonkeyPatch) -> None:

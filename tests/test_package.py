@@ -22,14 +22,6 @@ from forebay.doctor import TESTED, rated
 
 ROOT = Path(__file__).parents[1]
 SRC = ROOT / "src" / "forebay"
-FOR_USERS = (
-    "data",
-    "lightning",
-    "plot",
-    "tensorboard",
-    "trl",
-    "wandb",
-)  # extras; `dev` and `docs` are for this repository
 USER_SCRIPT = """
 from typing import assert_type
 import forebay
@@ -138,7 +130,7 @@ def test_every_import_is_a_requirement_or_names_its_extra(wheel: Path) -> None:
     are there already: the module of `integrations` with their name may import them, and what they bring."""
     required = requirements(wheel)
     extras = required.keys() - {"", "dev", "docs"}  # those two are for this repository
-    assert {"data", "plot", "tensorboard", "trl"} <= extras
+    assert {"data", "tensorboard", "trl"} <= extras
     unnamed = []
     for file in sorted(SRC.rglob("*.py")):
         advice: dict[str, str] = {}

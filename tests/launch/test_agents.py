@@ -16,9 +16,7 @@ from forebay import cli
 from forebay.errors import PeerLost
 from forebay.launch import torchrun
 from forebay.train.loop import train
-from tests.conftest import Run
 from tests.ranks import Started, free_port, start, start_ranks
-from tests.test_cli import one_sentence
 from tests.train.common import GPU_SIZES, MODEL, config, metrics, quiet, to_toml, write_text
 
 ROOT = Path(__file__).parents[2]
@@ -272,13 +270,3 @@ def test_experts_over_two_nodes_say_how_tokens_travel_and_at_what_cost(tmp_path:
     assert not any("several nodes" in text for _, text in others)
     wanted, got = ([record["cross_entropy_loss"] for record in metrics(run)] for run in (alone, tmp_path / "run-2"))
     assert got == pytest.approx(wanted, rel=1e-6)
-
-
-def test_nodes_that_do_not_divide_the_mesh_are_refused(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    arguments = ("launch", "quickstart", "--on", "slurm", "--nodes", "3", "--gpus-per-node", "8", "--out", "job")
-    code, out, error = run(*arguments, "--set", "parallel.ep=16", "--set", "train.batch=24")
-    assert code == 2 and not out and "parallel.ep = 16 does not divide the 24 processes" in one_sentence(error)
-    assert not Path("job").exists()

@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 import forebay
 from tests.models.conftest import build_tiny
+from tests.products import cover
 from tests.ranks import run_ranks
 from tests.seams.wrapping import (
     PLACEMENTS,
@@ -145,7 +146,7 @@ def test_two_forwards_before_a_backward(recompute: str) -> None:
             near(adapted_step(adapted, *batches), want, 1e-4)
 
 
-def test_adapters_on_a_routers_parameters_do_not_compile() -> None:
+def test_adapters_on_a_routers_parameters_do_not_compile(no_codegen: None) -> None:
     model = tiny()
     forebay.manage(model, compile=True)
     with pytest.raises(RuntimeError, match=r"target_parameters.*without compile"):
@@ -283,12 +284,10 @@ def _under_accelerate(rank: int, world: int, engine: str, mixed: str) -> list[An
     return [arm(None), arm(THEIRS), arm(THEIRS, first=False), arm({}), arm({}, first=False)]
 
 
-@pytest.mark.parametrize("mixed", ["no", "bf16"])
-@pytest.mark.parametrize(
-    ("engine", "wrapped"), [("ddp", "DistributedDataParallel"), ("fsdp2", "FSDPQwen3MoeDecoderLayer")]
-)
-def test_two_ranks_of_accelerate(engine: str, wrapped: str, mixed: str) -> None:
+@pytest.mark.parametrize(("engine", "mixed"), cover(["ddp", "fsdp2"], ["no", "bf16"]))
+def test_two_ranks_of_accelerate(engine: str, mixed: str) -> None:
     pytest.importorskip("accelerate")
+    wrapped = {"ddp": "DistributedDataParallel", "fsdp2": "FSDPQwen3MoeDecoderLayer"}[engine]
     address = {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": "0",

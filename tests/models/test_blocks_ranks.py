@@ -65,9 +65,8 @@ def all_families(rank: int, world: int, names: list[str]) -> dict[str, float]:
     return {name: errors_of(rank, world, name) for name in names}
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_gradients_are_those_of_one_process(world: int) -> None:
-    names = sorted(set(FAMILIES) - {"llama", "qwen3"})
+@pytest.mark.parametrize(("world", "names"), [(2, sorted(set(FAMILIES) - {"llama", "qwen3"})), (4, ["deepseek_v3"])])
+def test_gradients_are_those_of_one_process(world: int, names: list[str]) -> None:
     for rank, worst in enumerate(run_ranks(all_families, world, names)):
         # fp32: each token's sum over experts is grouped by rank, so sums are made in another order.
         assert all(error <= 2e-6 for error in worst.values()), (rank, worst)

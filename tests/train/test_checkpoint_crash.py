@@ -141,7 +141,7 @@ def right(folder: Path, acknowledged: int) -> int:
 
 
 def clean(folder: Path, steps: list[int]) -> None:
-    assert sorted(p.name for p in folder.iterdir()) == ["latest", *(f"step-{s:08d}" for s in steps)]
+    assert sorted(p.name for p in folder.iterdir()) == [f"step-{s:08d}" for s in steps]
 
 
 # The steps saved before, the one that is saved when it happens, and what stays when another one of that step is saved after it.

@@ -120,7 +120,7 @@ def test_one_rank_fails_and_all_say_so(tmp_path: Path) -> None:
     assert "No space left on device (process 1 on " in full and "step-00000001 is intact" in full
     assert "damaged" in damaged and ".distcp" in damaged
     assert json.loads((tmp_path / "checkpoints" / "step-00000001" / "trainer.json").read_text())["about"]["step"] == 1
-    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["latest", "step-00000001"]
+    assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step-00000001"]
 
 
 Numbers = tuple[float, float, float]

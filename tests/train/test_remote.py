@@ -141,7 +141,6 @@ def test_what_is_not_whole_is_not_seen(url: str, tmp_path: Path) -> None:
     path = store.save(1, *pair(1), {})
     remote.begin("step-00000002")
     remote.put(path.rename(path.with_name("step-00000002")), ["__0_0.distcp", "trainer.json"])
-    files.pipe_file(f"{root}/latest", b"step-00000002")
     assert list(remote.names()) == ["step-00000001"]
     newest = remote.newest()
     assert newest is not None and newest[0] == "step-00000001"
@@ -251,4 +250,4 @@ def test_processes_share_the_upload(tmp_path: Path) -> None:
     first, second = run_ranks(uploading, 2, str(tmp_path))
     assert first and second and not set(first) & set(second) and first[-1] == "manifest.json"
     restore.verify(tmp_path / "remote" / "step-00000001")
-    assert sorted(p.name for p in (tmp_path / "remote").iterdir()) == ["latest", "step-00000001"]
+    assert sorted(p.name for p in (tmp_path / "remote").iterdir()) == ["step-00000001"]

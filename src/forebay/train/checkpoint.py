@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.state_dict import (
 
 from forebay.errors import RunError, first_line
 from forebay.train.distributed import on_all, on_main, rank_and_size
-from forebay.train.durable import digest_of, make_folder, replace_text, sync, sync_tree, write_synced
+from forebay.train.durable import digest_of, make_folder, sync, sync_tree, write_synced
 from forebay.train.generators import host_states, torch_states
 from forebay.train.remote import MANIFEST, RemoteFolder
 from forebay.train.staging import HostCopies
@@ -109,8 +109,7 @@ class Checkpoints:
     A checkpoint is a folder ``step-00000010`` with ``.metadata`` and ``*.distcp`` (tensors of model, optimizer and torch's
     generators), ``trainer.json`` (step, data, configuration, Python's and NumPy's generators by process),
     ``model/config.json`` (for export) and ``manifest.json`` (size and SHA-256 of every other file). It is written to
-    ``.partial-step-...``, synced and renamed. ``latest`` holds the name of the newest and is written just before the
-    rename; while it names a folder that does not exist, the newest that exists counts. So a crash, a full disk or a power
+    ``.partial-step-...``, synced and renamed; the newest is the one that was written last. So a crash, a full disk or a power
     cut at any time leaves the newest whole checkpoint to be found, and the next save removes what it left behind.
 
     One save is under way at a time: `start` begins it, `wait` ends it.
@@ -144,7 +143,7 @@ class Checkpoints:
         about: Mapping[str, Any],
         background: bool = False,
     ) -> bool:
-        """Write a checkpoint, point ``latest`` to it, and delete those that need not stay. Gradients must be None.
+        """Write a checkpoint, and delete those that need not stay. Gradients must be None.
 
         Args:
             step: number of the last finished step.
@@ -311,32 +310,24 @@ class Checkpoints:
 
     def all(self) -> list[Path]:
         """All checkpoints, whole or damaged, in the order in which they were written."""
-        found: list[tuple[int, str]] = []
-        for path in self.folder.glob(f"{PREFIX}*"):
-            with contextlib.suppress(OSError):  # no manifest, or a thread removes the checkpoint now
-                found.append(((path / MANIFEST).stat().st_mtime_ns, path.name))
-        return [self.folder / name for _, name in sorted(found)]
+        return [self.folder / name for name in self._times()]
 
     def latest(self) -> Path | None:
-        """The checkpoint that ``latest`` names, else the newest; None if there is none."""
-        named = self._pointed()
-        if named is not None and (self.folder / named).is_dir():
-            return self.folder / named
-        found = self.all()
-        return found[-1] if found else None
+        """The newest checkpoint; None if there is none."""
+        return next(reversed(self.all()), None)
 
-    def _pointed(self) -> str | None:
-        """The name in ``latest``; never a path out of the folder."""
-        try:
-            named = (self.folder / "latest").read_text(encoding="utf-8").strip()
-        except (FileNotFoundError, UnicodeDecodeError):
-            return None
-        return named if named.startswith(PREFIX) and Path(named).name == named else None
+    def _times(self) -> dict[str, float]:
+        """When each checkpoint was written, oldest first."""
+        found: list[tuple[float, str]] = []
+        for path in self.folder.glob(f"{PREFIX}*"):
+            with contextlib.suppress(OSError):  # no manifest, or a thread removes the checkpoint now
+                found.append((_written(path) or (path / MANIFEST).stat().st_mtime, path.name))
+        return {name: when for when, name in sorted(found)}
 
     def _begin(self, partial: Path) -> None:
         """Create an empty folder, and remove what a crash left. The run's lock keeps other processes out."""
         make_folder(self.folder)
-        for left in [*self.folder.glob(f"{_PARTIAL}*"), self.folder / ".latest.new"]:
+        for left in self.folder.glob(f"{_PARTIAL}*"):
             _discard(left)
         for before in self.folder.glob(f"{PREFIX}*{_BEFORE}"):
             if before.with_name(before.name.removesuffix(_BEFORE)).is_dir():
@@ -344,25 +335,24 @@ class Checkpoints:
         partial.mkdir()
 
     def _publish(self, partial: Path, final: Path) -> None:
-        """Rename the new checkpoint and point ``latest`` to it. A whole checkpoint exists under some name at all times.
+        """Rename the new checkpoint. A whole checkpoint exists under some name at all times.
 
-        ``latest`` is written while no folder has the name. So it either names the new checkpoint or nothing, and then
-        `latest` goes by age. A checkpoint of the same step, from an earlier branch of the run, is renamed first.
+        One of the same step, from an earlier branch of the run, is renamed first.
         """
-        before, pointed = final.with_name(f"{final.name}{_BEFORE}"), self._pointed()
-        again = final.exists()
+        before = final.with_name(f"{final.name}{_BEFORE}")
         try:
-            if again:
+            if final.exists():
                 final.rename(before)
                 sync(self.folder)
-            replace_text(self.folder / "latest", final.name)
             partial.rename(final)
         except OSError:
             with contextlib.suppress(OSError):  # a second failure leaves what a crash would leave
-                self._roll_back(before if again else None, final, pointed)
+                if before.exists() and not final.exists():
+                    before.rename(final)
+                    sync(self.folder)
             raise
         sync(self.folder)
-        others = {p.name: (p / MANIFEST).stat().st_mtime for p in self.all() if p not in (final, before)}
+        others = {name: when for name, when in self._times().items() if name not in (final.name, before.name)}
         older = [self.folder / name for name in self._expired(others)]
         for old in [*([before] if before.exists() else []), *older]:
             _discard(old)
@@ -377,17 +367,6 @@ class Checkpoints:
             else:
                 expired.append(name)
         return expired
-
-    def _roll_back(self, before: Path | None, final: Path, pointed: str | None) -> None:
-        """Undo `_publish`: ``latest`` first, or it could name the old checkpoint as if it were new."""
-        if self._pointed() != pointed:
-            if pointed is None:
-                (self.folder / "latest").unlink()
-            else:
-                replace_text(self.folder / "latest", pointed)
-        if before is not None and before.exists():
-            before.rename(final)
-        sync(self.folder)
 
     def _failed(self, final: Path, error: BaseException) -> RunError:
         cause = cause_of(error)

@@ -1,8 +1,8 @@
 """A second home of a run's checkpoints: a folder that fsspec reaches, such as ``s3://bucket/run``.
 
-Input: folders of whole checkpoints on this machine. Output: the same below the URL, ``step-00000010/...``, and ``latest``, which
-holds the name of the newest. ``manifest.json`` is uploaded last and removed first, so a folder that has one is whole. All
-processes share the upload of a checkpoint, each with credentials of its own. Nothing is kept but the connection.
+Input: folders of whole checkpoints on this machine. Output: the same below the URL, ``step-00000010/...``. ``manifest.json`` is
+uploaded last and removed first, so a folder that has one is whole. All processes share the upload of a checkpoint, each with
+credentials of its own. Nothing is kept but the connection.
 """
 
 import json
@@ -45,7 +45,7 @@ class RemoteFolder:
             UsageError: it cannot, such as for wrong credentials or a bucket that does not exist.
         """
         try:
-            self._write(name, "")
+            self._files.pipe_file(self._path(name), b"")
             self._files.rm_file(self._path(name))
         except Exception as error:
             raise self._refused(error) from error
@@ -60,11 +60,8 @@ class RemoteFolder:
         return dict(sorted(found.items(), key=lambda item: (item[1], item[0])))
 
     def newest(self) -> tuple[str, float] | None:
-        """Name and time of the checkpoint that ``latest`` names, else of the newest; None if there is none. Raises as `names`."""
-        found = self.names()
-        pointed = self._try("read", self._pointed)
-        name = pointed if pointed in found else next(reversed(found), None)
-        return None if name is None else (name, found[name])
+        """Name and time of the newest checkpoint; None if there is none. Raises as `names`."""
+        return next(reversed(self.names().items()), None)
 
     def begin(self, name: str) -> None:
         """Remove what an earlier or broken upload left of a checkpoint."""
@@ -80,9 +77,8 @@ class RemoteFolder:
             self._try("written", partial(self._files.put_file, str(folder / file), self._path(folder.name, file)))
 
     def finish(self, folder: Path) -> None:
-        """Mark a checkpoint as whole, and as the newest. All its files are there."""
+        """Mark a checkpoint as whole. All its files are there."""
         self.put(folder, [MANIFEST])
-        self._try("written", lambda: self._write("latest", folder.name))
 
     def remove(self, names: list[str]) -> None:
         """Remove checkpoints."""
@@ -126,12 +122,6 @@ class RemoteFolder:
                     written[name] = float(json.loads(self._read(name, MANIFEST))["written"])
         return written
 
-    def _pointed(self) -> str | None:
-        try:
-            return self._read("latest").strip()
-        except FileNotFoundError:
-            return None
-
     def _remove(self, name: str) -> None:
         self._files.invalidate_cache()
         with suppress(FileNotFoundError):
@@ -141,9 +131,6 @@ class RemoteFolder:
 
     def _read(self, *parts: str) -> str:
         return self._files.cat_file(self._path(*parts)).decode()
-
-    def _write(self, name: str, text: str) -> None:
-        self._files.pipe_file(self._path(name), text.encode())
 
     def _path(self, *parts: str) -> str:
         return "/".join((self._root.rstrip("/"), *parts))

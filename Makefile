@@ -15,7 +15,7 @@ NEWEST := $(VENV)/newest
 # What `make test-newest` installs, in any pip syntax. CI names the newest release that is supported.
 RELEASES ?= transformers peft trl accelerate
 # These do not use transformers, or only to have a model, as other tests do that run.
-WITHOUT_TRANSFORMERS := models/test_linear_cross_entropy.py models/test_log_probs.py integrations/test_lightning.py integrations/test_torchtitan.py
+WITHOUT_TRANSFORMERS := models/test_linear_cross_entropy.py integrations/test_lightning.py integrations/test_torchtitan.py
 ENGINES := $(VENV)/engines
 ENGINE_PACKAGES := 'ray[default,train]' skypilot
 # The definition of TrainJob that Kubeflow Trainer publishes; `make test-engines` downloads it.

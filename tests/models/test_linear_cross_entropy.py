@@ -1,4 +1,4 @@
-"""`linear_cross_entropy` against `F.cross_entropy` on the logits of all tokens, in fp64."""
+"""`linear_cross_entropy` and `linear_log_probs` against torch on the logits of all tokens, in fp64."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from forebay.models import linear_cross_entropy as module
-from forebay.models.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_into
+from forebay.models.linear_cross_entropy import linear_cross_entropy, linear_cross_entropy_into, linear_log_probs
+from tests.kernels.common import DEVICE
 
 T, H, V = 37, 8, 50
 
@@ -306,3 +307,63 @@ def test_peak_memory_on_a_gpu() -> None:
     assert torch.cuda.memory_allocated() - base <= gradients + slack
     loss.backward()
     assert torch.cuda.max_memory_allocated() - base <= 2**28 + gradients * 3 // 2 + slack
+
+
+# --- log-probabilities of tokens --------------------------------------------------------------------------------------
+
+
+def frozen(tokens: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """(hidden, weight, bias, targets) of a frozen head; every target counts."""
+    hidden, weight, bias, _ = make(tokens, dtype, device=DEVICE)
+    return hidden, weight.detach(), bias.detach(), torch.randint(V, (tokens,), device=DEVICE)
+
+
+# Gradients: a chunk's logits are overwritten by their gradient in the dtype of hidden.
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 2e-5), (torch.bfloat16, 6e-2)]
+)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("tokens", [0, 1, 23])
+def test_log_probabilities_and_gradients(
+    tokens: int, bias: bool, dtype: torch.dtype, tolerance: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_CHUNK_BYTES", 5 * V * dtype.itemsize)  # the last of five chunks is shorter
+    hidden, weight, extra, targets = frozen(tokens, dtype)
+    extra = extra if bias else None
+    found = linear_log_probs(hidden, weight, targets, bias=extra)
+    x = hidden.detach().double().requires_grad_()
+    want = F.linear(x, weight.double(), None if extra is None else extra.double()).log_softmax(-1)
+    picked = want.gather(1, targets.unsqueeze(1)).squeeze(1)
+    torch.testing.assert_close(found.log_probs.double(), picked, rtol=tolerance, atol=tolerance)
+    torch.testing.assert_close(found.entropy.double(), -(want.exp() * want).sum(-1), rtol=tolerance, atol=tolerance)
+    if dtype is not torch.bfloat16:  # whose logits have ties
+        assert torch.equal(found.is_top1, want.argmax(-1) == targets)
+    upstream = torch.randn(tokens, device=DEVICE, dtype=found.log_probs.dtype)
+    (got,) = torch.autograd.grad(found.log_probs, hidden, upstream)
+    (wanted,) = torch.autograd.grad(picked, x, upstream.double())
+    assert got.dtype == dtype
+    found.entropy.add_(found.log_probs.detach())  # neither is a view of the other
+    torch.testing.assert_close(got.double(), wanted, rtol=tolerance, atol=4 * tolerance)
+
+
+def test_autocast_casts_before_log_probabilities() -> None:
+    hidden, weight, _, targets = frozen(9, torch.float32)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        found = linear_log_probs(hidden, weight, targets)
+        want = F.linear(hidden, weight).float().log_softmax(-1).gather(1, targets.unsqueeze(1)).squeeze(1)
+    torch.testing.assert_close(found.log_probs, want, rtol=1e-2, atol=1e-2)
+    found.log_probs.sum().backward()
+    assert hidden.grad is not None and hidden.grad.dtype == torch.float32
+
+
+def test_log_probabilities_refuse_what_they_cannot_differentiate() -> None:
+    hidden, weight, _, targets = frozen(3, torch.float32)
+    with pytest.raises(ValueError, match="needs it"):
+        linear_log_probs(hidden, weight.clone().requires_grad_(), targets)
+    found = linear_log_probs(hidden, weight, targets)
+    with pytest.raises(RuntimeError, match="gradient of the entropy"):
+        (found.log_probs + found.entropy).sum().backward()
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        torch.autograd.grad(linear_log_probs(hidden, weight, targets).log_probs.sum(), hidden, create_graph=True)
+    with torch.no_grad():
+        assert not linear_log_probs(hidden, weight, targets).log_probs.requires_grad

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from forebay.estimate.op_recorder import OpRecorder
+from forebay.estimate.routing import EvenRouting
 from forebay.estimate.trace import PlannedDispatcher, trace_model
 from forebay.estimate.types import ModelTrace, OpCost, Shape
 from forebay.kernels.scale import scale
@@ -174,7 +175,7 @@ def test_compiled_sublayers_move_less() -> None:
 @pytest.mark.parametrize("capacity", [0.0, 1.0, 3.0])
 def test_transfers_are_of_live_rows_whatever_the_capacity(capacity: float) -> None:
     found = trace(stages=True, ep=4, capacity_factor=capacity).layers[1].mlp
-    planned = PlannedDispatcher(4, EXPERTS, SEQUENCE, TOP_K)
+    planned = PlannedDispatcher(4, EvenRouting(EXPERTS, TOP_K), SEQUENCE)
     for ops in (found.forward_ops, found.backward_ops):
         sent = [op.bytes for op in ops if op.kind == "all_to_all"]
         assert (

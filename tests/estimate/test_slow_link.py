@@ -2,12 +2,9 @@
 
 from typing import Any
 
-import pytest
-import torch
-
 from forebay.config import Config, from_mapping
 from forebay.estimate.device import load
-from forebay.estimate.layer_time import rows_between_nodes
+from forebay.estimate.routing import EvenRouting
 from forebay.estimate.slow_link import slow_link
 from forebay.train.world import processes_of_node
 from tests.train.common import MODEL
@@ -22,26 +19,11 @@ def settings(ep: int, **changes: Any) -> Config:
     return from_mapping({**sections, **changes})
 
 
-@pytest.mark.parametrize(("dispatch", "flat"), [("auto", False), ("nccl", True)])
-def test_rows_are_those_of_even_routing(dispatch: str, flat: bool) -> None:
-    """16 experts, top 3, on 2 nodes of 4: the mean over many tokens of the first node, counted one by one."""
-    ids = torch.rand(40_000, 16, generator=torch.Generator().manual_seed(0)).argsort(1)[:, :3]
-    ranks = ids // 2
-    away = [(ranks == p).any(1) for p in range(4, 8)]
-    counted = sum(a.sum() for a in away) if flat else torch.stack(away).any(0).sum()
-    assert rows_between_nodes(16, 3, 8, 4, dispatch) == pytest.approx(float(counted) / len(ids), rel=0.01)
-
-
-def test_published_shape() -> None:
-    assert rows_between_nodes(128, 8, 16, 8) == pytest.approx(1.0, abs=0.005)
-    assert rows_between_nodes(128, 8, 16, 8, "nccl") == pytest.approx(3.30, abs=0.005)
-
-
 def test_the_sentence_has_the_bytes_of_a_step() -> None:
     """2 layers x 4 transfers x 32 * 64 / 8 tokens x rows x 16 wide x 4 bytes."""
     device = load("h200")
     config = settings(8, train={"batch": 32 * 4096, "microbatch": 1, "sequence": 64})
-    count = 2 * 4 * 32 * 4096 * 64 / 8 * rows_between_nodes(16, 2, 8, 4) * 16 * 4
+    count = 2 * 4 * 32 * 4096 * 64 / 8 * EvenRouting(16, 2).between_nodes(8, 4) * 16 * 4
     said = slow_link(config, 8, 4, device)
     rate = device.at("all_to_all_between")
     assert f"each process sends {count / 1e9:.2f} GB a step over the network, about {count / rate:.3f} s" in said

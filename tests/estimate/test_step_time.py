@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 
-from forebay.estimate.layer_time import Clock, KernelTime, crossing_share
+from forebay.estimate.layer_time import Clock, KernelTime
+from forebay.estimate.routing import EvenRouting
 from forebay.estimate.state import Sharing
 from forebay.estimate.step_time import (
     Elements,
@@ -73,14 +74,13 @@ def test_rows_that_cross_once_a_node_take_two_transfers() -> None:
         return 1 - math.comb(128 - held, 8) / math.comb(128, 8)
 
     received = 16 * tokens * hit(8)
-    share = crossing_share(128, 8, 16, 8, "auto")
+    share = EvenRouting(128, 8).crossing_share(16, 8, "auto")
     clock = Clock(device(node=8, all_to_all=1e3, all_to_all_between=1e2), ranks=16, crossing=share)
     expected = tokens * hit(64) * row / 1e2 + received * 7 / 8 * row / 1e3
     flat = OpCost("all_to_all", 0, round(received * 15 / 16 * row))
     assert clock.seconds(flat) == pytest.approx(expected, rel=1e-4)
-    assert [
-        crossing_share(*case) for case in ((128, 8, 16, 8, "nccl"), (128, 8, 8, 8, "auto"), (0, 0, 16, 8, "auto"))
-    ] == [1] * 3
+    assert EvenRouting(128, 8).crossing_share(16, 8, "nccl") == EvenRouting(128, 8).crossing_share(8, 8, "auto") == 1
+    assert EvenRouting().crossing_share(16, 8, "auto") == 1
 
 
 def test_shares_of_a_kernel_time() -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from forebay.estimate.routing import EvenRouting
 from forebay.estimate.trace import PlannedDispatcher, trace_model
 from forebay.estimate.types import GPU_BLOCK, ModelTrace, PartTrace, Shape
 from forebay.managed import manage
@@ -229,17 +230,17 @@ def test_a_trace_like_another_is_the_trace_alone(family: str, compiled: bool) ->
 @pytest.mark.parametrize("ranks", [2, 4, 8])
 def test_rows_of_a_planned_dispatcher_are_those_of_random_routing(ranks: int) -> None:
     tokens, experts, slots = 4096, 64, 4
-    planned = PlannedDispatcher(ranks, experts, tokens, slots)
+    planned = PlannedDispatcher(ranks, EvenRouting(experts, slots), tokens)
     ids = torch.rand(ranks * tokens, experts, generator=torch.Generator().manual_seed(0)).topk(slots).indices
     mine = ids < experts // ranks
     assert abs(int(mine.any(1).sum()) - planned.rows) < 0.03 * planned.rows + 256
     assert abs(int(mine.sum()) - planned.slots) < 0.03 * planned.slots + 256
-    bounded = PlannedDispatcher(ranks, experts, tokens, slots, capacity_factor=1.5)
+    bounded = PlannedDispatcher(ranks, EvenRouting(experts, slots), tokens, capacity_factor=1.5)
     assert bounded.slots == aligned(int(1.5 * tokens * slots)) and bounded.live_slots == planned.slots
-    most = PlannedDispatcher(ranks, experts, tokens, slots, skew=1000.0)
+    most = PlannedDispatcher(ranks, EvenRouting(experts, slots), tokens, skew=1000.0)
     assert most.live_rows == ranks * tokens  # no more can come
     with pytest.raises(ValueError, match=r"skew of 0\.5"):
-        PlannedDispatcher(ranks, experts, tokens, slots, skew=0.5)
+        PlannedDispatcher(ranks, EvenRouting(experts, slots), tokens, skew=0.5)
 
 
 def test_layers_that_are_not_known_are_refused() -> None:

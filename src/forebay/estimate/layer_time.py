@@ -6,13 +6,13 @@ Input: the `OpCost`s of a trace, a device profile, and a `Config`. Output: `Kern
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from forebay.config import Config
 from forebay.estimate.device import DeviceProfile
+from forebay.estimate.routing import EvenRouting
 from forebay.estimate.state import Sharing
 from forebay.estimate.types import ModelTrace, OpCost, PartTrace
 
@@ -74,32 +74,6 @@ class KernelTime:
 NO_TIME = KernelTime()
 
 
-def rows_between_nodes(experts: int, slots: int, ep: int, per_node: int, dispatch: str = "auto") -> float:
-    """Rows of a token that leave its node, if the `slots` experts of each token are any of the `experts` alike.
-
-    With 128 experts and 8 slots on 2 nodes of 8 that is 1.00, and 3.30 with "nccl".
-    """
-
-    def hit(held: int) -> float:
-        """The probability that one of a token's experts is among those `held`."""
-        return 1 - math.comb(experts - held, slots) / math.comb(experts, slots)
-
-    nodes, uneven = divmod(ep, per_node)
-    if uneven or per_node == 1 or dispatch in ("nccl", "symmetric"):
-        # A group may begin in the middle of a node, and then few of its processes share a node: with 6 a node, 2 of a group of 4.
-        elsewhere = ep - (per_node if not uneven else max(1, math.gcd(ep, per_node)))
-        return elsewhere * hit(experts // ep)
-    return (nodes - 1) * hit(experts // nodes)
-
-
-def crossing_share(experts: int, slots: int, ep: int, per_node: int, dispatch: str) -> float:
-    """`rows_between_nodes` as a share of those of "nccl"; 1 where experts are shared inside nodes, and for a dense model."""
-    if ep <= per_node or not experts:
-        return 1.0
-    flat = rows_between_nodes(experts, slots, ep, per_node, "nccl")
-    return rows_between_nodes(experts, slots, ep, per_node, dispatch) / flat
-
-
 @dataclass(frozen=True)
 class Clock:
     """Turns costs into seconds.
@@ -111,7 +85,7 @@ class Clock:
     Attributes:
         ranks: that share experts; consecutive ones fill the nodes.
         wide: computation is in fp32: experts and attention run at the rate of fp32 GEMMs too.
-        crossing: see `crossing_share`.
+        crossing: see `EvenRouting.crossing_share`.
     """
 
     device: DeviceProfile
@@ -120,10 +94,10 @@ class Clock:
     crossing: float = 1.0
 
     @classmethod
-    def of(cls, device: DeviceProfile, config: Config, routing: tuple[int, int], sharing: Sharing) -> Clock:
-        """The clock of a run. `routing`: experts of a layer, and of a token; zeros for a dense model."""
+    def of(cls, device: DeviceProfile, config: Config, routing: EvenRouting, sharing: Sharing) -> Clock:
+        """The clock of a run."""
         p = config.parallel
-        return cls(device, p.ep, sharing.compute == 4, crossing_share(*routing, p.ep, device.node, p.dispatch))
+        return cls(device, p.ep, sharing.compute == 4, routing.crossing_share(p.ep, device.node, p.dispatch))
 
     def both_ways(self, part: PartTrace) -> tuple[KernelTime, KernelTime]:
         """Forward and backward of a part that is kept."""

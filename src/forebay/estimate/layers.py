@@ -13,6 +13,7 @@ from forebay.config import Config, FastPath, check_experts, check_world
 from forebay.estimate.device import DEFAULT
 from forebay.estimate.device import load as load_device
 from forebay.estimate.layer_time import Clock, KernelTime, LayerTimer
+from forebay.estimate.routing import EvenRouting
 from forebay.estimate.state import Sharing
 from forebay.estimate.step_time import Elements, ShardingTime
 from forebay.estimate.trace_cache import TraceCache
@@ -187,7 +188,7 @@ def layer_costs(config: Config, declared: Any, sharing: Sharing, traces: TraceCa
     trace = traces.trace(config.model, declared, shape_of(config, declared, sharing))
     device = load_device(DEFAULT)
     schedule, *_, microbatches = pipeline_shape(config, sharing.batch)
-    timer = LayerTimer(Clock.of(device, config, routing_of(declared), sharing), config, trace)
+    timer = LayerTimer(Clock.of(device, config, EvenRouting.of(declared), sharing), config, trace)
     summed = ShardingTime(device, sharing, microbatches)
 
     def layer(number: int) -> LayerCost:
@@ -206,12 +207,6 @@ def layer_costs(config: Config, declared: Any, sharing: Sharing, traces: TraceCa
     first = {id(traced): number for number, traced in reversed(list(enumerate(trace.layers)))}  # of each kind
     by_kind = {kind: layer(number) for kind, number in first.items()}
     return ModelCosts(tuple(by_kind[id(t)] for t in trace.layers), end(trace.embedding), end(trace.head))
-
-
-def routing_of(declared: Any) -> tuple[int, int]:
-    """Experts of a layer, and of a token; zeros for a dense model."""
-    experts = experts_in(declared)
-    return experts, declared.get_text_config().num_experts_per_tok if experts else 0
 
 
 def shape_of(config: Config, declared: Any, sharing: Sharing, skew: float = 1.0) -> Shape:

@@ -20,10 +20,11 @@ from forebay.estimate.device import DEFAULT, DeviceProfile
 from forebay.estimate.device import load as load_device
 from forebay.estimate.fit import ALLOWANCE, ERROR, RankFit, largest_total
 from forebay.estimate.layer_time import Clock
-from forebay.estimate.layers import SAME_HOST, LayerPlan, declared_by, fast_path_of, routing_of, shape_of, sharing_of
+from forebay.estimate.layers import SAME_HOST, LayerPlan, declared_by, fast_path_of, shape_of, sharing_of
 from forebay.estimate.placement import Choice, Option, by_kind, sentences
 from forebay.estimate.processes import forked_map
 from forebay.estimate.rank import RankEstimate, RunEstimator, StepTimer
+from forebay.estimate.routing import EvenRouting
 from forebay.estimate.state import Sharing, all_to_all_bytes, symmetric_bytes
 from forebay.estimate.step_time import StepTime
 from forebay.estimate.trace_cache import TraceCache
@@ -381,8 +382,8 @@ def _estimator(
 ) -> tuple[RunEstimator, list[str]]:
     c, p = config, config.parallel
     declared = declared_by(c)
-    text, routing = declared.get_text_config(), routing_of(declared)
-    experts = routing[0]
+    text, routing = declared.get_text_config(), EvenRouting.of(declared)
+    experts = routing.experts
     check_experts(p.ep, experts)
     facts = traces.facts(c.model, declared)
     notes = _notes(c, facts.attention, experts)

@@ -13,8 +13,8 @@ from typing import Any
 from forebay.config import Config
 from forebay.errors import UsageError
 from forebay.estimate.device import DeviceProfile
-from forebay.estimate.layer_time import rows_between_nodes
-from forebay.estimate.layers import declared_by, routing_of
+from forebay.estimate.layers import declared_by
+from forebay.estimate.routing import EvenRouting
 from forebay.estimate.trace_cache import TraceCache
 from forebay.train.parallel import experts_in
 
@@ -57,7 +57,7 @@ def _bytes_per_step(config: Config, declared: Any, world: int, per_node: int) ->
     layers = TraceCache().facts(c.model, declared).weights.layers
     moe_layers = sum(any(weight.experts for weight in layer) for layer in layers) / c.parallel.pp
     text, size = declared.get_text_config(), 2 if "bfloat16" in (c.model.compute or c.model.dtype) else 4
-    rows = rows_between_nodes(*routing_of(declared), ep, per_node, c.parallel.dispatch)
+    rows = EvenRouting.of(declared).between_nodes(ep, per_node, c.parallel.dispatch)
     row = text.hidden_size * size
     tokens = c.train.batch * c.train.sequence / sharing
     return _TRANSFERS * moe_layers * tokens * rows * row, c.microbatch(sharing) * c.train.sequence * rows * row

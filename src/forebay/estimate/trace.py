@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from forebay.estimate.events import NamedStorages, part_events
 from forebay.estimate.op_recorder import OpRecorder
+from forebay.estimate.routing import EvenRouting
 from forebay.estimate.state import weight_name
 from forebay.estimate.types import (
     FINAL_NORM_END,
@@ -51,17 +52,17 @@ class PlannedDispatcher(TokenDispatcher):
     """The token dispatcher of rank 0 on fake tensors: how many rows the rank would receive. It transfers nothing.
 
     T tokens of each of P ranks choose K of E experts, evenly and independently. A token reaches a rank with the probability
-    that one of its K experts is among the rank's E / P; `skew` multiplies that:
+    that one of its K experts is among the rank's E / P, p; `skew` multiplies that:
 
         S = T K skew, live slots                                    at most P T min(K, E / P)
-        R = P T (1 - C(E - E/P, K) / C(E, K)) skew, live rows       at most min(P T, S)
+        R = P T p skew, live rows       at most min(P T, S)         p = 1 - C(E - E/P, K) / C(E, K) without groups of experts
 
     both rounded up as the dispatchers with exact sizes do. With a capacity, buffers have the sizes of
     `forebay.moe.symmetric`, whatever arrives.
 
     Args:
-        size, num_experts: P and E.
-        tokens, slots_per_token: T and K.
+        size, tokens: P and T.
+        routing: has E and K.
         skew: load of this rank over an even one; at least 1.
         capacity_factor: of the symmetric dispatcher; 0 means exact sizes.
 
@@ -77,24 +78,22 @@ class PlannedDispatcher(TokenDispatcher):
     def __init__(
         self,
         size: int,
-        num_experts: int,
+        routing: EvenRouting,
         tokens: int,
-        slots_per_token: int,
         skew: float = 1.0,
         capacity_factor: float = 0.0,
     ):
-        super().__init__(0, size, num_experts)
+        super().__init__(0, size, routing.experts)
         if not skew >= 1:
             raise ValueError(f"a skew of {skew} is not a load over an even one; valid is at least 1")
         self.tokens, everything = tokens, size * tokens
-        most = everything * min(slots_per_token, self.local_experts)
-        slots = min(most, math.ceil(tokens * slots_per_token * skew))
-        missed = math.comb(num_experts - self.local_experts, slots_per_token) / math.comb(num_experts, slots_per_token)
-        rows = min(everything, slots, math.ceil(everything * (1 - missed) * skew))
+        most = everything * min(routing.slots, self.local_experts)
+        slots = min(most, math.ceil(tokens * routing.slots * skew))
+        rows = min(everything, slots, math.ceil(everything * routing.reached(self.local_experts) * skew))
         self.live_rows, self.live_slots = aligned(rows), aligned(slots)
         self.rows, self.slots = self.live_rows, self.live_slots
         if capacity_factor:
-            self.slots = aligned(min(most, math.ceil(capacity_factor * tokens * slots_per_token)))
+            self.slots = aligned(min(most, math.ceil(capacity_factor * tokens * routing.slots)))
             self.rows = min(everything, self.slots)
 
     def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor, Handle]:
@@ -231,10 +230,9 @@ class TraceRun:
         """Cut the experts to those of one rank, and plan what arrives there."""
         if not blocks or not self.shape.stages:
             return None
-        s, experts = self.shape, int(blocks[0].experts.num_experts)
-        slots = self.model.config.get_text_config().num_experts_per_tok
+        s, routing = self.shape, EvenRouting.of(self.model.config)
         dispatcher = PlannedDispatcher(
-            s.ep, experts, s.sequence * s.microbatch, slots, s.skew, s.capacity_factor if s.ep > 1 else 0.0
+            s.ep, routing, s.sequence * s.microbatch, s.skew, s.capacity_factor if s.ep > 1 else 0.0
         )
         if s.ep == 1:
             return dispatcher
@@ -242,7 +240,7 @@ class TraceRun:
         tally.live, tally.received, tally.ranks = dispatcher.live_slots / dispatcher.slots, dispatcher.live_rows, s.ep
         for block in blocks:
             for name, parameter in block.experts.named_parameters(recurse=False):
-                own = torch.empty(experts // s.ep, *parameter.shape[1:], dtype=parameter.dtype)
+                own = torch.empty(routing.experts // s.ep, *parameter.shape[1:], dtype=parameter.dtype)
                 setattr(block.experts, name, nn.Parameter(own, requires_grad=parameter.requires_grad))
         return dispatcher
 

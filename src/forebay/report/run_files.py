@@ -25,7 +25,7 @@ class RunFolder:
 
     Attributes:
         config, versions: of the run.
-        machine: see `forebay.train.run_folder.machine`; empty for a run that did not write it.
+        machine: see `forebay.train.run_folder.machine`.
         steps: a `forebay.train.metrics.StepRecord` for each step.
         validations: (step, nats a token).
         health: the last record of `log.health`, see `forebay.train.health`; empty without one.
@@ -47,13 +47,13 @@ class RunFolder:
 
     @property
     def processes(self) -> int:
-        """Number of processes; the smallest possible number if the run did not write it."""
-        return int(self.machine.get("processes", self.config.processes))
+        """Number of processes."""
+        return int(self.machine["processes"])
 
     @property
     def on_gpu(self) -> bool:
         """Whether memory was measured by the caching allocator."""
-        return bool(self.machine) and self.machine["device"] != "CPU"
+        return bool(self.machine["device"] != "CPU")
 
     @property
     def trace(self) -> Path | None:
@@ -61,19 +61,19 @@ class RunFolder:
         return self.folder / TRACE if self.actions else None
 
     def peaks(self) -> dict[int, int]:
-        """By pipeline rank, the highest measured peak of all steps; of older runs, that of all ranks as rank 0's."""
+        """By pipeline rank, the highest measured peak of all steps."""
         return {rank: int(max(size for _, size in points)) for rank, points in self.peak_points().items()}
 
     def peak_points(self) -> dict[int, list[tuple[float, float]]]:
         """By pipeline rank, (step, measured peak in bytes)."""
         found: dict[int, list[tuple[float, float]]] = {}
         for step in self.steps:
-            for rank, size in enumerate(step.get("peak_bytes_by_rank", [step["peak_bytes"]])):
+            for rank, size in enumerate(step["peak_bytes_by_rank"]):
                 found.setdefault(rank, []).append((step["step"], size))
         return found
 
     def reserved(self) -> dict[int, int]:
-        """By pipeline rank, the most that the allocator reserved in any step; empty on a CPU, or for older runs."""
+        """By pipeline rank, the most that the allocator reserved in any step; empty on a CPU."""
         found: dict[int, int] = {}
         for step in self.steps:
             for rank, size in enumerate(step.get("reserved_bytes_by_rank", [])):
@@ -97,7 +97,7 @@ def read_run(folder: Path) -> RunFolder:
         )
     try:
         config = from_mapping(run["config"], origin=str(folder / "run.json"))
-        versions, machine = dict(run.get("versions", {})), dict(run.get("machine", {}))
+        versions, machine = dict(run["versions"]), dict(run["machine"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise RunError(f"{folder / 'run.json'} is damaged: it is not what `forebay train` writes") from error
     records = _lines(folder / "metrics.jsonl")

@@ -123,28 +123,25 @@ def _verdict(run: RunFolder) -> Verdict:
 
 
 def _hero(run: RunFolder, planned: Planned | str) -> Html | None:
-    taken = run.reserved() if run.on_gpu else {}
-    measured = taken or run.peaks()
+    measured = run.reserved() or run.peaks()
     most = max(measured, key=lambda rank: measured[rank]) if measured else 0
     of = f" of pipeline rank {most}, the fullest of {len(measured)}" if len(measured) > 1 else ""
-    word = "reserved" if taken else "allocated"
     if isinstance(planned, Planned):
         if not (run.on_gpu and measured):
             what = "planned for a process at the peak of a step, made of"
             return hero(parts_of(planned.fit.fullest), what, None)
         parts = without_other(parts_of(planned.fit.fullest))
-        parts |= {} if taken else {"cached": 0}
         total = sum(parts.values())
-        what = f"{word} at most by a process{of}. Planned: {format_bytes(total)} ({percent(measured[most], total)}), made of"
+        what = f"reserved at most by a process{of}. Planned: {format_bytes(total)} ({percent(measured[most], total)}), made of"
         return hero(parts, what, ("measured", measured[most]), measured[most])
     if not measured:
         return None
-    what = f"{word} at most by a process" if run.on_gpu else _RESIDENT
+    what = "reserved at most by a process" if run.on_gpu else _RESIDENT
     return tag("div", big(measured[most]), tag("p", f"{what}{of}", class_="made"), class_="hero")
 
 
 def _tiles(run: RunFolder) -> Html:
-    found = [("processes", f"{run.processes}", str(run.machine.get("device", "device not recorded")))]
+    found = [("processes", f"{run.processes}", str(run.machine["device"]))]
     if run.steps:
         steady = run.steps[1:] or run.steps
         speed = statistics.median(s["tokens_per_second"] for s in steady)
@@ -161,7 +158,7 @@ def _tiles(run: RunFolder) -> Html:
 
 
 def _versions(run: RunFolder) -> Html:
-    versions = ", ".join(f"{name} {version}" for name, version in run.versions.items()) or "not recorded"
+    versions = ", ".join(f"{name} {version}" for name, version in run.versions.items())
     return tag("p", f"Run folder: {os.fspath(run.folder)}. Versions: {versions}.", class_="lead")
 
 
@@ -180,7 +177,7 @@ def _step_section(run: RunFolder, planned: Planned | str) -> Section:
         lead += " The stack is the memory that torch's allocator hands out; the line is what it reserves for that."
     if run.on_gpu and run.steps:
         lead += " The measured peak is the most that it handed out in any step."
-    elif run.machine:
+    if not run.on_gpu:
         lead += f" There is no measurement to compare: {_CPU}."
     if measured:
         lead += " Points are measured at the end of each action of the recorded step."

@@ -387,7 +387,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def _written(path: Path) -> float:
-    """When a checkpoint was written, in seconds since 1970; 0 for one that is damaged or older than this entry."""
+    """When a checkpoint was written, in seconds since 1970; 0 for one that is damaged."""
     try:
         return float(read_manifest(path)["written"])
     except (OSError, ValueError, KeyError, TypeError):

@@ -46,6 +46,14 @@ def _one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     dist.destroy_process_group()
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _brief_solver() -> Iterator[None]:
+    """Which plan `auto` takes does not matter here, and to look for the best one takes longer than three steps."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("forebay.memory.solver._MAX_FRONT_EVENTS", 2_000)
+        yield
+
+
 # --- wrappers: (model, manage) -> loss of a batch ----------------------------------------------------------------------
 
 

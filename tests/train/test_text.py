@@ -65,13 +65,6 @@ def test_each_record_is_in_one_part(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert read(source) == expected and len(list(parts(source, files(source)))) >= 400 // size
 
 
-def test_a_bad_line_in_a_later_part_has_its_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text, "PART", 20)
-    (tmp_path / "a.jsonl").write_text('{"text": "good"}\n' * 9 + "{bad}\n")
-    with pytest.raises(RunError, match=r"a\.jsonl, line 10: not a JSON object"):
-        read(DataSource(source="jsonl", path=str(tmp_path)))
-
-
 def test_parquet(tmp_path: Path) -> None:
     pyarrow = pytest.importorskip("pyarrow")
     import pyarrow.parquet as parquet

@@ -154,8 +154,6 @@ def test_cuda_absent_but_asked_for() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"memory": {"policy": {"*.nothing": "offload"}}}, r"'\*\.nothing' matches no module; the nearest paths"),
-        ({"train": {"sequence": 100_000}}, r"train\.sequence = 100000 needs 100001 tokens"),
         ({"train": {"sequence": 600, "eval_every": 1}}, r"validation data has"),
         (
             {"model": {"family": "gemma2", "config": DENSE}},

@@ -114,6 +114,16 @@ def test_some_older_ones_stay_by_age(
     assert [p.name for p in checkpoints.all()] == [f"step-{step:08d}" for step in left]
 
 
+def test_the_last_one_is_the_newest_after_the_clock_was_set_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints = Checkpoints(tmp_path, 2)
+    for step in (1, 2, 3):
+        monkeypatch.setattr(checkpoint.time, "time", lambda step=step: 1e9 - 3600.0 * step)
+        assert checkpoints.latest() != checkpoints.save(step, *make(), {}) == checkpoints.latest()
+    assert [p.name for p in checkpoints.all()] == ["step-00000002", "step-00000003"]
+
+
 def fail_with(error: BaseException) -> Any:
     """A replacement of torch's function that writes the tensors: it writes half a file and raises `error`."""
 

@@ -254,7 +254,9 @@ class Checkpoints:
         partial = self.folder / f"{_PARTIAL}{final.name}"
         try:
             on_main(lambda: self._begin(partial), group)
-            _write(partial, taken, group)
+            # A clock that was set back, or another machine's, must not make this one older than those that are there.
+            after = on_main(lambda: max(self._times().values(), default=0.0), group)
+            _write(partial, taken, group, after)
             on_main(lambda: self._publish(partial, final), group)
         except (CheckpointException, OSError, RuntimeError, RunError) as error:
             raise self._failed(final, error) from error
@@ -432,7 +434,8 @@ def _collect(model: Any, optimizer: torch.optim.Optimizer) -> dict[str, dict[str
     return state
 
 
-def _write(partial: Path, taken: _Snapshot, group: dist.ProcessGroup | None) -> None:
+def _write(partial: Path, taken: _Snapshot, group: dist.ProcessGroup | None, after: float) -> None:
+    """Write all files of a checkpoint, and sync them; its time is later than `after`, in seconds since 1970."""
     rank, size = rank_and_size()
     # Trap: thread_count above 1 loses an exception of another thread (a full disk), and the file with it.
     # Trap: sync_files of torch 2.11 to 2.13 syncs before Python's buffer is written, which loses the end of each file.
@@ -460,7 +463,7 @@ def _write(partial: Path, taken: _Snapshot, group: dist.ProcessGroup | None) -> 
         lambda: {n: (os.path.getsize(partial / n), digest_of(partial / n)) for n in names[rank::size]}, group
     )
     files = {name: part[name] for name in names for part in parts if name in part}
-    manifest = {"files": files, "written": time.time()}
+    manifest = {"files": files, "written": max(time.time(), after + 0.001)}
     on_main(lambda: write_synced(partial / MANIFEST, json.dumps(manifest)), group)
     on_main(lambda: sync_tree(partial), group)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from forebay.estimate.allocator import CachingAllocator
-from forebay.estimate.fsdp import FsdpLifecycle, ParamGroup, UnshardedLifecycle
+from forebay.estimate.fsdp import FsdpLifecycle, GroupParam, ParamGroup, UnshardedLifecycle
 from forebay.estimate.state import Sharing
 
 MIB = 1 << 20
@@ -14,10 +14,7 @@ TWO = Sharing(data=2, sharded=True, parameter=4, compute=2, summed=4, gathered=T
 
 
 def ends(*names: str, late: bool = True, tied: bool = False) -> tuple[CachingAllocator, UnshardedLifecycle]:
-    groups = [
-        ParamGroup(-1, False, 2, (ELEMENTS // 2,), (ELEMENTS,), (ELEMENTS,), (name,), (name,), (False,), (False,))
-        for name in names
-    ]
+    groups = [ParamGroup(-1, False, 2, (GroupParam(name, name, ELEMENTS // 2, ELEMENTS, ELEMENTS),)) for name in names]
     allocator = CachingAllocator()
     return allocator, UnshardedLifecycle(allocator, groups, TWO, "compute", late=late, keep=True, tied=tied)
 
@@ -83,9 +80,7 @@ def test_replicas_all_reduce_what_their_shards_have_reduced(processes: int, dtyp
 
     If it is cast then, FSDP2 keeps it beside its copy until the end of the backward.
     """
-    group = ParamGroup(
-        0, False, processes, (16 * MIB // processes,), (16 * MIB,), (16 * MIB,), ("",), ("w",), (False,), (False,)
-    )
+    group = ParamGroup(0, False, processes, (GroupParam("w", "", 16 * MIB // processes, 16 * MIB, 16 * MIB),))
     sharing = Sharing(data=processes, replicate=2, sharded=True, parameter=dtype, compute=2, summed=4, sums=False)
     allocator = CachingAllocator()
     params = FsdpLifecycle(allocator, [group], sharing, "compute")
@@ -104,7 +99,7 @@ def test_replicas_all_reduce_what_their_shards_have_reduced(processes: int, dtyp
 
 def test_an_engines_replicas_reduce_in_place() -> None:
     """Of one process each: a sum becomes the gradient where it is."""
-    group = ParamGroup(-1, False, 1, (ELEMENTS,), (ELEMENTS,), (ELEMENTS,), ("head",), ("head",), (False,), (False,))
+    group = ParamGroup(-1, False, 1, (GroupParam("head", "head", ELEMENTS, ELEMENTS, ELEMENTS),))
     allocator = CachingAllocator()
     sharing = Sharing(replicate=2, sharded=True, parameter=4, compute=2, summed=4, gathered=True, pp=2)
     params = UnshardedLifecycle(allocator, [group], sharing, "compute", late=False, keep=True)
@@ -113,8 +108,8 @@ def test_an_engines_replicas_reduce_in_place() -> None:
 
 def test_frozen_weights_are_gathered_and_not_reduced() -> None:
     """A frozen weight of 128 MiB in bf16 beside a trained one of 8 MiB in fp32, both gathered in bf16 by two processes."""
-    own, whole = (32 << 20, 1 << 20), (64 << 20, 2 << 20)
-    group = ParamGroup(0, False, 2, own, whole, whole, ("", ""), ("w", "a"), (False, False), (True, False))
+    frozen = GroupParam("w", "", 32 << 20, 64 << 20, 64 << 20, frozen=True)
+    group = ParamGroup(0, False, 2, (frozen, GroupParam("a", "", 1 << 20, 2 << 20, 2 << 20)))
     sharing = Sharing(data=2, sharded=True, parameter=4, compute=2, summed=2, frozen=2, sums=False)
     allocator = CachingAllocator()
     params = FsdpLifecycle(allocator, [group], sharing, "compute")

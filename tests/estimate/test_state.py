@@ -115,13 +115,13 @@ def test_shards_by_hand() -> None:
     """4 processes, experts over 2: of 10 rows 3, of 6 rows 2, of 8 experts 4 each, and of those 2 in each of two columns."""
     s = Sharing(data=4, ep=2, sharded=True)
     ends, *layers = param_groups(TINY, (0, 1), True, False, s)
-    assert (ends.own, ends.whole) == ((3 * 4,), (10 * 4,))
-    assert [(g.place, g.experts, g.processes, g.own, g.whole, g.drawn) for g in layers] == [
+    assert [(p.own, p.whole) for p in ends.params] == [(3 * 4, 10 * 4)]
+    assert [(g.place, g.experts, g.processes, *((p.own, p.whole, p.drawn) for p in g.params)) for g in layers] == [
         group
         for place in (0, 1)
         for group in (
-            (place, False, 4, (2 * 4,), (6 * 4,), (6 * 4,)),
-            (place, True, 2, (2 * 5 * 4,), (4 * 5 * 4,), (8 * 5 * 4,)),
+            (place, False, 4, (2 * 4, 6 * 4, 6 * 4)),
+            (place, True, 2, (2 * 5 * 4, 4 * 5 * 4, 8 * 5 * 4)),
         )
     ]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from forebay.estimate.fsdp import ParamGroup, param_groups
+from forebay.estimate.fsdp import GroupParam, ParamGroup, param_groups
 from forebay.estimate.op_recorder import OpRecorder
 from forebay.estimate.parts import Part, placed_parts
 from forebay.estimate.state import Sharing, weight_shapes
@@ -93,7 +93,7 @@ def test_a_third_microbatch_needs_nothing_more() -> None:
 
 def test_moments_are_allocated_after_the_first_step() -> None:
     """Two of them, as large as the parameters."""
-    group = ParamGroup(0, False, 1, (64 * MIB,), (64 * MIB,), (64 * MIB,), ("",), ("w",), (False,), (False,))
+    group = ParamGroup(0, False, 1, (GroupParam("w", "", 64 * MIB, 64 * MIB, 64 * MIB),))
     found = AllocatorRun(rank([part(0, "l.0.mlp", MIB, MIB)], groups=[group]))
     assert found.allocator.allocated == 256 * MIB
     found.steps(1)

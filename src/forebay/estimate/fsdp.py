@@ -12,7 +12,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 from forebay.estimate.allocator import GRADIENTS, OPTIMIZER, PARAMETERS, Block, CachingAllocator
 from forebay.estimate.state import Sharing, Weight, WeightShapes, shard_length
@@ -23,38 +23,55 @@ ALL_REDUCE = "all-reduce"
 DEFAULT = "default"
 
 
+class GroupParam(NamedTuple):
+    """A parameter of a group. Sizes are elements.
+
+    Attributes:
+        kind: "embedding", "head", or "".
+        own: of the rank's shard.
+        whole: of what the rank computes with.
+        drawn: of the parameter that is initialized.
+        vector: it has one dimension.
+        frozen: it is not trained.
+    """
+
+    name: str
+    kind: str
+    own: int
+    whole: int
+    drawn: int
+    vector: bool = False
+    frozen: bool = False
+
+
 @dataclass(frozen=True)
 class ParamGroup:
-    """Parameters that FSDP2 gathers together. Sizes are elements of each parameter.
+    """Parameters that FSDP2 gathers together.
 
     Attributes:
         place: a layer's number, or -1 for embedding, last norm and head.
         experts: they are the experts of a MoE layer, in a group of their own.
         processes: of a replica that share it.
-        own: of the rank's shard.
-        whole: of what the rank computes with.
-        drawn: of the parameter that is initialized.
-        kinds: "embedding", "head", or "".
-        names: of the parameters.
-        vectors: whether each has one dimension.
-        frozen: whether each is not trained.
     """
 
     place: int
     experts: bool
     processes: int
-    own: tuple[int, ...]
-    whole: tuple[int, ...]
-    drawn: tuple[int, ...]
-    kinds: tuple[str, ...]
-    names: tuple[str, ...]
-    vectors: tuple[bool, ...]
-    frozen: tuple[bool, ...]
+    params: tuple[GroupParam, ...]
+
+    @property
+    def own(self) -> int:
+        """Elements of the rank's shard."""
+        return sum(p.own for p in self.params)
 
     @property
     def trained(self) -> int:
         """Elements of the rank's shard that have gradients."""
-        return sum(own for own, frozen in zip(self.own, self.frozen, strict=True) if not frozen)
+        return sum(p.own for p in self.params if not p.frozen)
+
+    @property
+    def kinds(self) -> list[str]:
+        return [p.kind for p in self.params]
 
 
 def param_groups(
@@ -79,27 +96,21 @@ def param_groups(
         else:
             found.append(_group(number, every, s))
     found.append(_group(-1, last, s, "head"))
-    return [group for group in found if group.own]
+    return [group for group in found if group.params]
 
 
 def _group(place: int, weights: Sequence[Weight], s: Sharing, *kinds: str) -> ParamGroup:
     """`kinds`: of all weights, or one of each."""
     experts = s.sharded and s.ep > 1 and all(w.experts for w in weights)
     processes = s.data // s.ep if experts else s.data
-    shapes = [(w.shape[0] // s.ep, *w.shape[1:]) if w.experts else w.shape for w in weights]
-    whole = tuple(math.prod(shape) for shape in shapes)
-    return ParamGroup(
-        place,
-        experts,
-        processes,
-        tuple(shard_length(shape, processes, experts) for shape in shapes) if s.sharded else whole,
-        whole,
-        tuple(n * s.ep if experts else n for n in whole),
-        tuple(kinds if len(kinds) == len(weights) else (kinds or ("",)) * len(weights)),
-        tuple(w.name for w in weights),
-        tuple(len(shape) < 2 for shape in shapes),
-        tuple(w.frozen for w in weights),
-    )
+    kinds = kinds if len(kinds) == len(weights) else (kinds or ("",)) * len(weights)
+    params = []
+    for w, kind in zip(weights, kinds, strict=True):
+        shape = (w.shape[0] // s.ep, *w.shape[1:]) if w.experts else w.shape
+        whole = math.prod(shape)
+        own = shard_length(shape, processes, experts) if s.sharded else whole
+        params.append(GroupParam(w.name, kind, own, whole, w.elements if experts else whole, len(shape) < 2, w.frozen))
+    return ParamGroup(place, experts, processes, tuple(params))
 
 
 def least_bytes(groups: Sequence[ParamGroup], sharing: Sharing, experts: bool = True) -> int:
@@ -110,11 +121,10 @@ def least_bytes(groups: Sequence[ParamGroup], sharing: Sharing, experts: bool = 
         experts: count the gathered experts, which may be resharded after their first forward.
     """
     s = sharing
-    found = 3 * s.parameter * sum(sum(group.own) for group in groups)
+    found = 3 * s.parameter * sum(group.own for group in groups)
     if s.gathered and s.sharded:
-        found += s.compute * sum(sum(g.own) * g.processes for g in groups if experts or not g.experts)
-        pairs = [pair for group in groups for pair in zip(group.kinds, group.whole, strict=True)]
-        found += s.summed * sum(whole for kind, whole in pairs if kind != "embedding")
+        found += s.compute * sum(g.own * g.processes for g in groups if experts or not g.experts)
+        found += s.summed * sum(p.whole for group in groups for p in group.params if p.kind != "embedding")
     return found
 
 
@@ -161,22 +171,14 @@ class PersistentState:
     def __init__(self, allocator: CachingAllocator, groups: Sequence[ParamGroup], sharing: Sharing):
         self._allocator, self._s = allocator, sharing
         self._moments: list[Block] = []
-        self._order = sorted(
-            (
-                (_model_order(group, name), own, drawn, vector, frozen)
-                for group in groups
-                for name, own, drawn, vector, frozen in zip(
-                    group.kinds, group.own, group.drawn, group.vectors, group.frozen, strict=True
-                )
-            ),
-            key=itemgetter(0),
-        )
-        for _, own, _, _, frozen in self._order:
-            if own:
-                allocator.malloc((sharing.frozen if frozen else sharing.parameter) * own, DEFAULT, PARAMETERS)
+        ordered = [(_model_order(group, p.kind), p) for group in groups for p in group.params]
+        self._params = [p for _, p in sorted(ordered, key=itemgetter(0))]
+        for p in self._params:
+            if p.own:
+                allocator.malloc(self._element(p) * p.own, DEFAULT, PARAMETERS)
         last: Block | None = None
-        for _, _, elements, _, frozen in self._order if sharing.random else ():
-            block = allocator.malloc((sharing.frozen if frozen else sharing.parameter) * elements, DEFAULT)
+        for p in self._params if sharing.random else ():
+            block = allocator.malloc(self._element(p) * p.drawn, DEFAULT)
             if last is not None:
                 allocator.free(last)
             last = block
@@ -196,11 +198,11 @@ class PersistentState:
 
     def _sizes(self, vectors: bool) -> list[int]:
         """Bytes of the trained shards."""
-        return [
-            self._s.parameter * own
-            for _, own, _, vector, frozen in self._order
-            if own and not frozen and vectors == vector
-        ]
+        trained = (p for p in self._params if p.own and not p.frozen)
+        return [self._s.parameter * p.own for p in trained if p.vector == vectors]
+
+    def _element(self, param: GroupParam) -> int:
+        return self._s.frozen if param.frozen else self._s.parameter
 
 
 def _model_order(group: ParamGroup, name: str = "") -> tuple[int, int]:
@@ -248,7 +250,7 @@ class _Sharded(ParamLifecycle):
         group, size = self._groups[number], self._s.compute
         if group.processes == 1:
             return []
-        own, cast = sum(group.own), None
+        own, cast = group.own, None
         wide = group.trained if self._s.compute != self._s.parameter else 0
         wide += own - group.trained if self._s.compute != self._s.frozen else 0
         if wide:
@@ -262,7 +264,7 @@ class _Sharded(ParamLifecycle):
         group, size, there = self._groups[number], self._s.compute, number in self._whole
         whole = self._whole.setdefault(number, [])
         cast: list[Block] = []
-        for own in group.own:
+        for own in (p.own for p in group.params):
             if group.processes == 1 and self._s.compute != self._s.parameter:
                 cast.append(self._allocator.malloc(size * own, self._stream))
                 self._free(cast[:-1])
@@ -282,8 +284,8 @@ class _Sharded(ParamLifecycle):
         if self._stays(group):
             # Not sharded: the trainer, not FSDP2, casts them one by one.
             if s.summed != s.parameter:
-                for i, own in enumerate(group.own):
-                    cast = self._allocator.malloc(s.parameter * own, DEFAULT, GRADIENTS)
+                for i, p in enumerate(group.params):
+                    cast = self._allocator.malloc(s.parameter * p.own, DEFAULT, GRADIENTS)
                     self._free_sums([sums[i]])
                     sums[i] = cast
             self._shards[number] = sums
@@ -340,7 +342,7 @@ class _Sharded(ParamLifecycle):
         found = []
         for number, blocks in self._shards.items():
             group = self._groups[number]
-            kinds = group.kinds if len(blocks) == len(group.kinds) else ("head",) * len(blocks)
+            kinds = group.kinds if len(blocks) == len(group.params) else ["head"] * len(blocks)
             found += [(_model_order(group, kind), block) for kind, block in zip(kinds, blocks, strict=True)]
         self._free_sums(block for _, block in sorted(found, key=lambda pair: pair[0]))
         self._shards = {}
@@ -415,7 +417,8 @@ class FsdpLifecycle(_Sharded):
             if s.reshard or last:
                 self._reshard(n)
             # FSDP2 goes through gradients in the order of the parameters.
-            named = sorted(self._gradients.pop(n, []), key=lambda found: group.names.index(found[0]))
+            place = {p.name: at for at, p in enumerate(group.params)}
+            named = sorted(self._gradients.pop(n, []), key=lambda found: place[found[0]])
             gradients = [block for _, block in named]
             alone = self._stays(group)
             if n in self._sums:
@@ -433,7 +436,7 @@ class FsdpLifecycle(_Sharded):
 
     def keeps(self, place: Any, name: str, block: Block) -> bool:
         numbers = self._ends if place in ("embedding", "head") else self._layers[place]
-        number = next(n for n in numbers if name in self._groups[n].names)
+        number = next(n for n in numbers if any(p.name == name for p in self._groups[n].params))
         self._gradients.setdefault(number, []).append((name, block))
         self._allocator.set_role(block, GRADIENTS)
         return True
@@ -517,9 +520,9 @@ class UnshardedLifecycle(_Sharded):
         s = self._s
         for n, group in enumerate(self._groups):
             self._sums[n] = [
-                self._allocator.malloc(s.summed * whole, self._stream, GRADIENTS)
-                for kind, whole in zip(group.kinds, group.whole, strict=True)
-                if not (kind == "embedding" and self._late and not self._tied)
+                self._allocator.malloc(s.summed * p.whole, self._stream, GRADIENTS)
+                for p in group.params
+                if not (p.kind == "embedding" and self._late and not self._tied)
             ]
         if self._tied and not self._late:
             self._embedding_sum = [
@@ -573,7 +576,7 @@ class UnshardedLifecycle(_Sharded):
             if not (self._keep or self._in_place(n)):
                 self._reshard(n)
             if group.processes > 1:
-                if group.kinds == ("head",) and self._reuses_head:
+                if group.kinds == ["head"] and self._reuses_head:
                     (self._head_sum,) = self._sums[n]
                 self._reduce(n)
             if self._in_place(n):  # resharded after it was sent
@@ -589,8 +592,7 @@ class UnshardedLifecycle(_Sharded):
             self._reduce(n)
 
     def _embedding(self) -> list[int]:
-        pairs = [pair for group in self._groups for pair in zip(group.kinds, group.whole, strict=True)]
-        return [whole for kind, whole in pairs if kind == "embedding"]
+        return [p.whole for group in self._groups for p in group.params if p.kind == "embedding"]
 
     def _sum_embedding(self, number: int, spread: int) -> None:
         for whole in self._embedding():
@@ -604,7 +606,7 @@ class UnshardedLifecycle(_Sharded):
 
     def _in_place(self, number: int) -> bool:
         group = self._groups[number]
-        return group.processes > 1 and len(group.own) == 1 and group.own[0] * group.processes == group.whole[0]
+        return group.processes > 1 and len(group.params) == 1 and group.own * group.processes == group.params[0].whole
 
     def _free_sums(self, sums: Iterable[Block]) -> None:
         """Free sums, except a graph's, and the head's if the embedding's sum reuses its memory."""

@@ -265,6 +265,18 @@ def test_the_cache_is_off_in_training_only(model, tokens):
         assert model.generate(tokens[:, :4], max_new_tokens=2, do_sample=False).shape == (2, 6)
 
 
+def test_the_cache_is_off_in_training_where_a_model_inside_makes_it(tokens):
+    """A model of images and text passes `use_cache` on to its language model, whose default is a cache."""
+    model = build_tiny("qwen3_vl_moe")
+    model.config.text_config.use_cache = True
+    assert model(tokens, labels=tokens).past_key_values is not None
+    with forebay.manage(model, "recompute") as mem, no_warnings():
+        assert model(tokens, labels=tokens).past_key_values is None
+        assert mem.report().recomputed == sum(site.calls for site in mem.sublayers.values()) == 4
+        with torch.no_grad():
+            assert model.eval()(tokens).past_key_values is not None
+
+
 @pytest.mark.parametrize(
     ("arguments", "kind", "says"),
     [

@@ -496,26 +496,46 @@ def _checkpointing_off(model: nn.Module, regions: Regions) -> Callable[[], Abstr
 
 
 def _guard_base_model(model: Any, checkpointing_off: Callable[[], AbstractContextManager[None]]) -> Callable[[], None]:
-    """Run the base model, which calls the layers, without a KV cache in training and with `checkpointing_off`.
-
-    Transformers makes a KV cache in training too unless told otherwise, and a layer with a cache runs unmanaged.
-    """
-    base = model.base_model
-    names = list(inspect.signature(type(base).forward).parameters)[1:]
-    position = names.index("use_cache") if "use_cache" in names else None
+    """Run the base model, which calls the layers, without a KV cache in training and with `checkpointing_off`."""
 
     def around(inner: InnerForward) -> ForwardFn:
         def run(self: Any, *args: Any, **kwargs: Any) -> Any:
             if not (self.training or torch.is_grad_enabled()):
                 return inner(*args, **kwargs)
-            if position is not None and len(args) <= position and kwargs.get("use_cache") is None:
-                kwargs["use_cache"] = False
             with checkpointing_off():
                 return inner(*args, **kwargs)
 
         return run
 
-    return install(base, around)
+    undo = ExitStack()
+    undo.callback(install(model.base_model, around))
+    for part in model.base_model.modules():
+        if isinstance(part, PreTrainedModel):
+            undo.callback(_guard_cache(part))
+    return undo.close
+
+
+def _guard_cache(model: PreTrainedModel) -> Callable[[], None]:
+    """Make no KV cache in training, if the forward of `model` decides on it.
+
+    Transformers makes one in training too unless told otherwise, and a layer with a cache runs unmanaged. In a model of images
+    and text the language model inside decides.
+    """
+    names = list(inspect.signature(type(model).forward).parameters)[1:]
+    if "use_cache" not in names:
+        return lambda: None
+    position = names.index("use_cache")
+
+    def around(inner: InnerForward) -> ForwardFn:
+        def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+            trains = self.training or torch.is_grad_enabled()
+            if trains and len(args) <= position and kwargs.get("use_cache") is None:
+                kwargs["use_cache"] = False
+            return inner(*args, **kwargs)
+
+        return run
+
+    return install(model, around)
 
 
 def _watch_base_model(model: nn.Module, sites: Mapping[str, CallSite], manager: Manager) -> Callable[[], None]:

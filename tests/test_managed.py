@@ -22,6 +22,7 @@ from forebay.moe.dispatch import LocalDispatcher
 from forebay.policy import PolicyError
 from tests.helpers import no_warnings
 from tests.models.conftest import CAUSAL_LMS, build_tiny, equal, loss_and_gradients, token_ids
+from tests.products import cover
 
 SMALL = {"hidden_size": 32, "moe_intermediate_size": 16, "num_experts": 8, "num_attention_heads": 2}
 
@@ -55,12 +56,11 @@ def saved_and_loaded(model: nn.Module) -> Any:
     return torch.load(file, weights_only=False)
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, saved_and_loaded, lambda m: AveragedModel(m).module])
-@pytest.mark.parametrize(
-    "policy",
-    ["keep", "offload", "recompute", {"*.0.self_attn": "offload", "*.1.mlp": "recompute", "model": "keep"}],
-    ids=str,
-)
+MIXED = {"*.0.self_attn": "offload", "*.1.mlp": "recompute", "model": "keep"}
+COPIERS = [copy.deepcopy, saved_and_loaded, lambda m: AveragedModel(m).module]
+
+
+@pytest.mark.parametrize(("policy", "copied"), cover([MIXED, "offload", "recompute", "keep"], COPIERS))
 def test_a_copy_after_a_step(policy, copied, tokens):
     model = build_tiny("qwen3_moe", **SMALL, mlp_only_layers=[])
     config = model.config.to_dict()

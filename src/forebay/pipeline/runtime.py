@@ -338,16 +338,21 @@ class _RuntimeStep:
         forth = self._forward(forward.stage, forward.microbatch)
         back = self._backward(backward.stage, backward.microbatch)
         next(back)  # the backward's first transfer goes first, so that the forward's first computation hides it
-        computing = [has_experts(layer) for layer in ours.layers]
-        hides_head = ours.epilogue is not None and ours is not other
+        forwards = [has_experts(layer) for layer in ours.layers]
+        backwards = [has_experts(layer) for layer in reversed(other.layers)]
+        if ours is other:  # in a plan of one stage, the head needs the memory that the backward frees
+            take_turns(turns(forwards, backwards), forth, back)
+            _drain(back)
+            _drain(forth)
+            return
         # The head is a computation too, and as long as several layers.
-        order = turns(computing + [False] * hides_head, [has_experts(layer) for layer in reversed(other.layers)])
-        if ours is not other:
-            last = len(order) - order[::-1].index("F")
-            order.insert(last + 1, "F")  # the forward's output is taken and sent on one computation later
-        take_turns(order, forth, back)
-        for rest in (back, forth) if ours is other else (forth, back):
-            _drain(rest)
+        forwards += [False] if ours.epilogue is not None else []
+        order = turns(forwards, backwards)
+        last = len(order) - order[::-1].index("F")
+        # The forward's output is taken and sent on one computation later.
+        take_turns([*order[: last + 1], "F", *order[last + 1 :]], forth, back)
+        _drain(forth)
+        _drain(back)
 
     @contextmanager
     def _deferring_weights(self, action: Action) -> Iterator[None]:

@@ -19,10 +19,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.utils import parametrizations
+from transformers import DynamicCache
 
 import forebay
 from tests.seams.test_soak import containers
-from tests.seams.wrapping import THEIRS, VOCABULARY, batch, tiny
+from tests.seams.wrapping import ROWS, THEIRS, VOCABULARY, batch, tiny
 
 WIDTH = 8
 POLICIES = ["keep", "recompute", "offload"]
@@ -318,6 +319,29 @@ def test_outputs_are_the_models_own_in_eval(options: dict[str, Any]) -> None:
     assert len(found.hidden_states) == len(wanted.hidden_states)
     for ours, theirs in zip(found.router_logits, wanted.router_logits, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("policy", [{"model.layers.*": "recompute"}, {"model.layers.*": "recompute+offload"}], ids=str)
+def test_layers_that_are_recomputed_get_a_cache_with_gradients(policy: dict[str, str]) -> None:
+    """As in PEFT's prefix tuning, whose trained tensors are a KV cache: a rerun would append to it once more."""
+
+    def gradients(model: Any) -> list[Tensor | None]:
+        prefix = [torch.randn(ROWS, 2, 3, 8, generator=torch.Generator().manual_seed(n)) for n in range(4)]
+        leaves = [t.requires_grad_() for t in prefix]
+        cache = DynamicCache(config=model.config)
+        for layer in range(2):
+            cache.update(*leaves[2 * layer :][:2], layer)
+        ids = batch(0)
+        loss = model(input_ids=ids, labels=ids, past_key_values=cache).loss
+        return list(torch.autograd.grad(loss, [*leaves, *model.parameters()], allow_unused=True))
+
+    wanted = gradients(tiny())
+    model = tiny()
+    forebay.manage(model, policy, min_bytes=1, **THEIRS)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "a KV cache in training")
+        found = gradients(model)
+    assert all(torch.equal(f, w) if w is not None else f is None for f, w in zip(found, wanted, strict=True))
 
 
 def test_labels_that_are_all_ignored_and_a_batch_of_one_token() -> None:

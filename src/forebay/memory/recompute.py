@@ -25,7 +25,7 @@ def recomputed(
     forward: Callable[..., Any], mode: str, modules: Callable[[], Sequence[nn.Module]]
 ) -> Callable[..., Any]:
     """`forward` under non-reentrant checkpointing with the RNG state restored, so the results are bitwise those of ``keep`` if it
-    is deterministic; a plain call if gradients are off.
+    is deterministic; a plain call if gradients are off, and of a transformers layer that is given a KV cache.
 
     A checkpoint saves neither weights nor buffers and does not see that its rerun reads others: `_RecomputedCall` checks that.
 
@@ -41,7 +41,8 @@ def recomputed(
     region = _RegionForward(forward, modules)
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled():
+        # A rerun would append its keys and values to a KV cache (prefix tuning) once more.
+        if not torch.is_grad_enabled() or kwargs.get("past_key_values") is not None:
             return forward(*args, **kwargs)
         call = _RecomputedCall(region, kwargs)
         out = checkpoint(call.run, *args, **options, **kwargs)

@@ -307,7 +307,7 @@ PLAN, TRAIN = ["plan", "{folder}/config.toml"], ["train", "{folder}/config.toml"
         (PLAN, ["--budget=1KiB"], ["below the parameters alone", "rank 0"]),
         (PLAN, ["--budget=much"], ["'much' is no size in bytes"]),
         (PLAN, ["--world=3"], ["train.batch = 2 is no multiple of the 3 processes"]),
-        (PLAN, ["--world=-1"], ["--gpus -1"]),
+        (PLAN, ["--world=0"], ["--gpus 0"]),
         (PLAN, ["--skew=0.5"], ["--skew 0.5"]),
         (PLAN, ['--set=memory.policy={"model.nothing" = "offload"}'], ["matches no module"]),
         (PLAN, ["--device=h20"], ["did you mean 'h200'?", "--save-profile"]),
@@ -317,6 +317,7 @@ PLAN, TRAIN = ["plan", "{folder}/config.toml"], ["train", "{folder}/config.toml"
         (["plan", "olmoe-1b-7b"], ["--gpus=8", "--budget=1GiB"], ["below the parameters alone"]),
         (["plan", "{folder}"], [], ["has no config.json"]),
         (["train", "quickstrat"], [], ["'quickstart'"]),
+        (TRAIN, [f"--set=train.seed={2**64}"], ["train.seed", "too large"]),
         (TRAIN, ["--set=train.stpes=3"], ["'stpes'", "[train]", "nearest valid key is 'steps'"]),
         (TRAIN, ['--set=memory.policy={"*.no" = "offload"}'], ["'*.no' matches no module", "nearest paths"]),
         (

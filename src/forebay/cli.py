@@ -132,7 +132,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--pp", type=int, metavar="N", help="pipeline ranks; the same as --set parallel.pp=N")
     processes = "processes, one a GPU; default: parallel.replicate x pp x ep"
-    add("--gpus", "--world", dest="world", type=int, default=0, metavar="N", help=processes)
+    add("--gpus", "--world", dest="world", type=int, metavar="N", help=processes)
     devices = "h200 (default), h100, b200, a100, rtx4090, or a file of doctor --save-profile"
     add("--device", default="h200", metavar="NAME", help=f"GPU whose step time is estimated: {devices}")
     add(
@@ -282,7 +282,7 @@ def _planned_partition(config: "Config") -> "Callable[[], Partition] | None":
 
 
 def _plan(options: argparse.Namespace) -> int:
-    if options.world < 0:
+    if options.world is not None and options.world < 1:
         raise UsageError(f"--gpus {options.world} is not a number of processes; it must be at least 1")
     if not options.skew >= 1:
         raise UsageError(f"--skew {options.skew} is too small; it is relative to even routing and must be at least 1")
@@ -309,7 +309,7 @@ def _answer_plan(options: argparse.Namespace, budget: int | None) -> int:
     from forebay.report.plan_page import Planned, plan_page
 
     given = [] if options.pp is None else [f"parallel.pp={options.pp}"]
-    request = ask(options.config, [*options.overrides, *given], options.world)
+    request = ask(options.config, [*options.overrides, *given], options.world or 0)
     config, found = request.config, None
     world = options.world or config.processes
     device = _device(options.device)

@@ -173,5 +173,5 @@ def _no_match(pattern: str, known: list[str], sealed: Mapping[str, str]) -> str:
             f"pattern {pattern!r} matches only modules inside compiled regions "
             f"({hidden[0]!r} runs inside {sealed[hidden[0]]!r}); place that one instead, or manage the model without compile"
         )
-    nearest = difflib.get_close_matches(pattern, known, n=3, cutoff=0.3) or known[:3]
+    nearest = difflib.get_close_matches(pattern, known, n=3, cutoff=0.3) or [path for path in known if path][:3]
     return f"pattern {pattern!r} matches no module; the nearest paths are {', '.join(map(repr, nearest))}"

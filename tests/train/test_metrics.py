@@ -64,8 +64,8 @@ def test_resuming_drops_the_records_of_lost_steps(tmp_path: Path) -> None:
     with Reporter(tmp_path, console(), 15) as report:
         for step in (9, 10, 11):
             report.step(replace(RECORD, step=step))
-    with (tmp_path / "metrics.jsonl").open("a") as file:
-        file.write('{"step": 9, "cut o')
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(b'[]\nnull\n\0\xff\n{"step": 9, "cut o')  # as after a power cut
     with Reporter(tmp_path, console(), 15, after=10) as report:
         report.step(RECORD)
     assert [record["step"] for record in metrics(tmp_path)] == [9, 10, 11]

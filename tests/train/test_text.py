@@ -105,6 +105,7 @@ def test_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ("jsonl", b'{"text": "x"}\n{"text"\n', "bytes", "line 2: not a JSON object"),
         ("jsonl", b'{"body": "x"}\n', "bytes", "line 1: no text in field 'text'; the record has 'body'"),
         ("jsonl", b"[1]\n", "bytes", "line 1: no text in field 'text'"),
+        ("jsonl", b'{"text": ["x"]}\n', "bytes", "line 1: field 'text' holds ['x'], not text"),
         ("jsonl", b'{"text": "\0"}\n', "bytes", "binary (a NUL byte at offset 10)"),
     ],
 )

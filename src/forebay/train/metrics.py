@@ -227,15 +227,15 @@ def _progress(console: Console) -> Progress:
 
 
 def _drop_after(file: Path, step: int) -> None:
-    """Keep the records up to `step`. A last line that a kill cut off is dropped too."""
+    """Keep the records up to `step`. Lines that a kill or a power cut left damaged are dropped too."""
     if not file.is_file():
         return
     kept = []
-    for line in file.read_text(encoding="utf-8").splitlines():
+    for line in file.read_text(encoding="utf-8", errors="replace").splitlines():
         try:
             if json.loads(line)["step"] <= step:
                 kept.append(line + "\n")
-        except (ValueError, KeyError):
+        except (ValueError, KeyError, TypeError):
             continue
     replace_text(file, "".join(kept))
 

@@ -218,6 +218,8 @@ def _line(file: Path, offset: int) -> str:
 
 
 def _no_text(where: str, field: str, record: Any) -> RunError:
+    if isinstance(record, dict) and field in record:
+        return RunError(f"{where}: field {field!r} holds {record[field]!r:.40}, not text")
     held = ", ".join(map(repr, record)) if isinstance(record, dict) else "no fields"
     return RunError(
         f"{where}: no text in field {field!r}; the record has {held}, so set data.field to the one with the text"
@@ -268,7 +270,7 @@ def _parquet(part: TextPart, field: str) -> Iterator[Piece]:
         for batch in table.iter_batches(columns=[field], row_groups=range(part.start, part.stop)):
             for text in batch.column(0).to_pylist():
                 if not isinstance(text, str):
-                    raise _no_text(f"data file {part.path}", field, dict.fromkeys(names))
+                    raise _no_text(f"data file {part.path}", field, {field: text})
                 yield _document(text)
 
 

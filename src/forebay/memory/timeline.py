@@ -337,8 +337,8 @@ def simulate(timeline: Timeline, assignment: Assignment, window: int | None = No
     """Simulate an assignment on a timeline in which all forwards come before all backwards.
 
     Example, a link of 1 byte/s and events of 10 s: F0 F1 F2 | B2 B1 B0. Region 0 saves 12 bytes at t=10 and its copy ends at
-    t=22, so its memory can be released at B2 (t=30) but not at F2 (t=20). Its backward is at t=50: a copy back of 12 s has to
-    begin at t=38, and the last event before that is B2 (t=30).
+    t=22, so its memory can be released at B2 (t=30) but not at F2 (t=20). Its backward is at t=50. A copy back of 12 s begins at
+    B1 (t=40), the first event at which nothing is copied out any more, and the step waits 2 s for it.
 
     Args:
         window: None for an assignment that should fit the link: the compute stream waits only where it has to. A number of

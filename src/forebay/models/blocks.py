@@ -126,7 +126,6 @@ class SublayerCallSite:
         path: module path of the sublayer's main module, such as `...self_attn` or `...mlp`.
         module: the decoder layer; all its parameters are weights of the sublayer.
         names: names in the layer of what the sublayer calls.
-        is_attention: whether it is the layer's first sublayer.
         call: the sublayer with all wrappers: `call(x, attention_mask=..., position_embeddings=..., ...) -> x2` for
             attention, `call(x2) -> (x3, logits | None, ids | None)` for the MLP.
         calls: how often a wrapped sublayer was called; stages count one by one.
@@ -140,7 +139,6 @@ class SublayerCallSite:
         path: str,
         module: nn.Module,
         names: Sequence[str],
-        is_attention: bool,
         call: Callable[..., Any],
         light_recompute: Callable[[bool], None] | None = None,
         front: Callable[..., Any] | None = None,
@@ -149,7 +147,6 @@ class SublayerCallSite:
         self.path = path
         self.module = module
         self.names = names
-        self.is_attention = is_attention
         self.calls = 0
         self.light_recompute = light_recompute
         self.call, self.front, self.experts = self._bare = (call, front, experts)
@@ -429,12 +426,12 @@ class _Maker:
     def attention(self, parts: LayerParts) -> SublayerCallSite:
         half = self._once(parts.halves.attention, parts.mixer if self._direct else None)
         call = partial(self._functions[attention_sublayer], half, parts.module)
-        return SublayerCallSite(parts.attention_path, parts.module, parts.halves.first, True, call)
+        return SublayerCallSite(parts.attention_path, parts.module, parts.halves.first, call)
 
     def block(self, parts: LayerParts) -> SublayerCallSite:
         layer, moe = parts.module, parts.moe
         whole = partial(self._functions[dense_sublayer], self._once(parts.halves.feed_forward))
-        site = partial(SublayerCallSite, parts.block_path, layer, parts.halves.second, False)
+        site = partial(SublayerCallSite, parts.block_path, layer, parts.halves.second)
         if moe is None:
             return site(partial(whole, layer))
         light_recompute = light_recompute_of(moe.experts)

@@ -366,6 +366,15 @@ def test_an_older_checkpoint_with_settings_is_read(tmp_path: Path) -> None:
     assert torch.equal(its.state[other[0].weight]["exp_avg"], optimizer.state[model[0].weight]["exp_avg"])
 
 
+def test_a_value_of_a_wrong_type_in_config_json_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_moe", "num_experts": "many"}))
+    with pytest.raises(RunError, match=r"config.json is not a configuration.*'num_experts'.*expected int"):
+        hf_io.from_folder_config(tmp_path, torch.float32)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_moe"}))
+    with pytest.raises(UsageError, match=r"model.config.num_experts = 'many'.*expected int"):
+        hf_io.configuration(Model(path=str(tmp_path), weights="random", config={"num_experts": "many"}), 257)
+
+
 def test_code_beside_a_model_or_tokenizer_is_not_run(tmp_path: Path) -> None:
     code = f"open({str(tmp_path / 'mark')!r}, 'w')\n"
     for name in ("configuration_x.py", "tokenization_x.py"):

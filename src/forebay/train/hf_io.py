@@ -139,7 +139,11 @@ def configuration(section: Model, vocabulary: int) -> Any:
         config = _read_config(folder)
         _check_keys(type(config), config.model_type, section.config)
         for name, value in section.config.items():
-            setattr(config, name, value)
+            try:
+                setattr(config, name, value)
+            except Exception as error:
+                said = " ".join(str(error).split())
+                raise UsageError(f"model.config.{name} = {value!r} does not fit: {said}") from error
         check_sizes(config, str(folder / "config.json") if not section.config else "model.config")
         return config
     published = find(section.family)
@@ -166,10 +170,9 @@ def _read_config(folder: Path) -> Any:
 
     try:
         return AutoConfig.from_pretrained(str(folder), **_LOCAL)
-    except (OSError, ValueError, TypeError) as error:
-        raise RunError(
-            f"{folder / 'config.json'} is not a configuration that transformers reads: {first_line(error)}"
-        ) from error
+    except Exception as error:  # of many kinds, as above
+        said = first_line(error) if isinstance(error, (OSError, ValueError)) else " ".join(str(error).split())
+        raise RunError(f"{folder / 'config.json'} is not a configuration that transformers reads: {said}") from error
 
 
 def balance_coefficient(config: Any) -> float:

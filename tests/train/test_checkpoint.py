@@ -16,6 +16,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from forebay.config import Model
 from forebay.errors import RunError, UsageError
@@ -218,6 +219,20 @@ def test_another_model_is_named(tmp_path: Path) -> None:
         restore.load(path, nn.Sequential(*make()[0], nn.Linear(2, 2)))
     with pytest.raises(RunError, match=r"another model: this one has no 1\.weight"):
         restore.load(path, make()[0][:1])
+
+
+def test_another_sharing_of_embedding_and_head_is_named(tmp_path: Path) -> None:
+    """Names and shapes are the same, and one of the two matrices would be lost."""
+    untied, tied = (
+        Qwen3MoeForCausalLM(
+            Qwen3MoeConfig(hidden_size=64, num_hidden_layers=1, num_experts=2, vocab_size=8, tie_word_embeddings=tie)
+        )
+        for tie in (False, True)
+    )
+    path = Checkpoints(tmp_path).save(1, untied, torch.optim.AdamW(untied.parameters()), {})
+    restore.load(path, untied)
+    with pytest.raises(RunError, match="another model: its tie_word_embeddings is False, this model's is True"):
+        restore.load(path, tied)
 
 
 def test_find(tmp_path: Path) -> None:

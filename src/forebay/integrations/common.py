@@ -15,7 +15,7 @@ from forebay.policy import PolicyError, refuse_stash
 from forebay.train.metrics import peak_bytes
 
 # Options of `manage` that a trainer can pass on. The others are for expert parallelism.
-OPTIONS = ("compile", "attention", "experts", "loss", "offload", "recompute", "min_bytes")
+OPTIONS = ("compile", "attention", "experts", "loss", "offload", "recompute", "min_bytes", "precision")
 _GIB = 1 << 30
 
 

@@ -33,7 +33,8 @@ class LightningForebayCallback(Callback):
             gradients and optimizer states).
         model: path of the model in the LightningModule. Default: the only transformers model that is trained, or else the only
             child that is.
-        options: `compile`, `attention`, `experts`, `loss`, `offload`, `recompute` and `min_bytes` of `forebay.manage`.
+        options: `compile`, `attention`, `experts`, `loss`, `offload`, `recompute`, `min_bytes` and `precision` of
+            `forebay.manage`.
 
     Attributes:
         memory: what `forebay.manage` returned in the last `fit`; None before.

@@ -37,8 +37,8 @@ class ForebayCallback(TrainerCallback):
         policy: as for `forebay.manage`.
         budget: bytes, or text such as ``"6GiB"``: how far a step's peak may rise over the memory held before it (parameters,
             gradients and optimizer states).
-        options: `compile`, `attention`, `experts`, `loss`, `offload`, `recompute` and `min_bytes` of `forebay.manage`. Compile
-            only where batches have few different shapes, such as packed ones.
+        options: `compile`, `attention`, `experts`, `loss`, `offload`, `recompute`, `min_bytes` and `precision` of
+            `forebay.manage`. Compile only where batches have few different shapes, such as packed ones.
 
     Attributes:
         memory: what `forebay.manage` returned in the last `train()`; None before.

@@ -97,7 +97,8 @@ def experts(
             are never made. Training gate_up's update saves x (2H bytes a token in bf16); down's saves nothing besides h.
 
     Raises:
-        ValueError: shapes that do not fit, an unknown activation, or updates of experts with pages or deferred gradients.
+        ValueError: shapes that do not fit, several devices, a negative bound, an unknown activation, or updates of experts with
+            pages or deferred gradients.
         TypeError: weights of several dtypes, or factors that are not floating point.
         RuntimeError: called under a transform of torch.func.
     """
@@ -107,6 +108,8 @@ def experts(
     _check_update("gate_up_update", gate_up_update, gate_up.shape[0], x.shape[1], 2 * inner)
     _check_update("down_update", down_update, gate_up.shape[0], inner, x.shape[1])
     Glu(activation, interleaved, alpha, limit)
+    if max_rows is not None and max_rows < 0:
+        raise ValueError(f"max_rows must be 0 or more, got {max_rows}")
     defers = deferred is not None and (gate_up.requires_grad or down.requires_grad)
     if gate_up_update is not None or down_update is not None:
         _refuse_with_updates(pages is not None or defers)
@@ -158,9 +161,13 @@ def _check(
     ):
         if bias is not None and tuple(bias.shape) != (num_experts, width):
             raise ValueError(f"{name} must be {(num_experts, width)}, got {tuple(bias.shape)}")
-    dtypes = {t.dtype for t in (gate_up, down, gate_up_bias, down_bias) if t is not None}
+    stacks = [t for t in (gate_up, down, gate_up_bias, down_bias) if t is not None]
+    dtypes = {t.dtype for t in stacks}
     if len(dtypes) > 1:
         raise TypeError(f"expert weights and biases must share a dtype, got {dtypes}")
+    devices = {t.device for t in (x, ids, weights, *stacks)}
+    if len(devices) > 1:
+        raise ValueError(f"tokens, ids and expert weights must be on one device, got {sorted(map(str, devices))}")
 
 
 def _refuse_transforms() -> None:

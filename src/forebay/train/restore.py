@@ -209,6 +209,7 @@ def load(path: Path, model: Any, optimizer: torch.optim.Optimizer | None = None)
         # Only generators that were saved and exist here: the run may move to a machine with or without a GPU.
         wanted["rng"] = {name: state for name, state in torch_states(counterpart).items() if f"rng.{name}" in held}
     _check_fits(path, held, wanted["model"])
+    _check_ties(path, model)
     _read_tensors(path, wanted, reader, size)
     set_model_state_dict(model, wanted["model"])
     if optimizer is not None:
@@ -255,6 +256,19 @@ def _check_fits(path: Path, held: Mapping[str, Any], model: Mapping[str, Any]) -
     for name in held:
         if name.startswith("model.") and name not in known:
             raise RunError(f"{another}: this one has no {name.removeprefix('model.')}; {_SAME_MODEL}")
+
+
+def _check_ties(path: Path, model: Any) -> None:
+    """Check that the checkpoint's model shares its embedding with its head if this one does: names and shapes are the same."""
+    name, file = "tie_word_embeddings", path / "model" / "config.json"
+    tied = getattr(getattr(model, "config", None), name, None)
+    if tied is None or not file.exists():
+        return
+    stored = json.loads(file.read_text(encoding="utf-8")).get(name, tied)
+    if stored != tied:
+        raise RunError(
+            f"checkpoint {path} is of another model: its {name} is {stored}, this model's is {tied}; {_SAME_MODEL}"
+        )
 
 
 def _damaged(path: Path, what: str) -> Damaged:

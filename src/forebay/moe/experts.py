@@ -103,13 +103,11 @@ def experts(
         RuntimeError: called under a transform of torch.func.
     """
     _refuse_transforms()
-    _check(x, ids, weights, gate_up, down, gate_up_bias, down_bias, transposed)
+    _check(x, ids, weights, gate_up, down, gate_up_bias, down_bias, transposed, max_rows)
     inner = down.shape[1] if transposed else down.shape[2]
     _check_update("gate_up_update", gate_up_update, gate_up.shape[0], x.shape[1], 2 * inner)
     _check_update("down_update", down_update, gate_up.shape[0], inner, x.shape[1])
     Glu(activation, interleaved, alpha, limit)
-    if max_rows is not None and max_rows < 0:
-        raise ValueError(f"max_rows must be 0 or more, got {max_rows}")
     defers = deferred is not None and (gate_up.requires_grad or down.requires_grad)
     if gate_up_update is not None or down_update is not None:
         _refuse_with_updates(pages is not None or defers)
@@ -140,8 +138,11 @@ def _check(
     gate_up_bias: Tensor | None,
     down_bias: Tensor | None,
     transposed: bool,
+    max_rows: int | None,
 ) -> None:
     check_routed(x, ids, weights)
+    if max_rows is not None and max_rows < 0:
+        raise ValueError(f"max_rows must be 0 or more, got {max_rows}")
     if gate_up.dim() != 3 or down.dim() != 3:
         raise ValueError(f"expert weights must be stacks, got {tuple(gate_up.shape)}, {tuple(down.shape)}")
     num_experts, hidden = gate_up.shape[0], x.shape[1]

@@ -118,7 +118,7 @@ class Clock:
         return KernelTime(compute, all_to_all, weight_grads, launches)
 
     def seconds(self, op: OpCost) -> float:
-        """Of one operation; an all-to-all of no bytes takes no time."""
+        """The time of one operation. An all-to-all of no bytes takes none."""
         gap = op.launches * self.device.at("kernel")
         if op.kind == "all_to_all":
             return self._all_to_all(op.bytes) + gap if op.bytes else 0.0

@@ -130,7 +130,8 @@ def survive(folder: Path, processes: int, kills: int, seed: int) -> None:
         )
         lives.start(f"train.steps={steps}", "checkpoint.every=0", f"log.folder={folder}/whole")
         for process in lives.running:
-            assert process.wait(timeout=600) == 0
+            _, error = process.communicate(timeout=600)  # not `wait`: with many steps, its output fills the pipe
+            assert process.returncode == 0, error
         assert losses(folder / "whole") == found
     finally:
         for process in lives.running:

@@ -97,13 +97,13 @@ def experts(
             are never made. Training gate_up's update saves x (2H bytes a token in bf16); down's saves nothing besides h.
 
     Raises:
-        ValueError: shapes that do not fit, several devices, a negative bound, an unknown activation, or updates of experts with
+        ValueError: shapes that do not fit, several devices, an unknown activation, or updates of experts with
             pages or deferred gradients.
         TypeError: weights of several dtypes, or factors that are not floating point.
         RuntimeError: called under a transform of torch.func.
     """
     _refuse_transforms()
-    _check(x, ids, weights, gate_up, down, gate_up_bias, down_bias, transposed, max_rows)
+    _check(x, ids, weights, gate_up, down, gate_up_bias, down_bias, transposed)
     inner = down.shape[1] if transposed else down.shape[2]
     _check_update("gate_up_update", gate_up_update, gate_up.shape[0], x.shape[1], 2 * inner)
     _check_update("down_update", down_update, gate_up.shape[0], inner, x.shape[1])
@@ -138,11 +138,8 @@ def _check(
     gate_up_bias: Tensor | None,
     down_bias: Tensor | None,
     transposed: bool,
-    max_rows: int | None,
 ) -> None:
     check_routed(x, ids, weights)
-    if max_rows is not None and max_rows < 0:
-        raise ValueError(f"max_rows must be 0 or more, got {max_rows}")
     if gate_up.dim() != 3 or down.dim() != 3:
         raise ValueError(f"expert weights must be stacks, got {tuple(gate_up.shape)}, {tuple(down.shape)}")
     num_experts, hidden = gate_up.shape[0], x.shape[1]

@@ -14,6 +14,8 @@ from forebay.models import compile as compile_module
 from forebay.models.blocks import install_sublayers
 from forebay.models.compile import check_compiler, compile_sublayer
 from forebay.models.hf_experts import register
+from forebay.moe import wgrad
+from forebay.moe.experts_op import experts_weight_backward_op
 from tests.models.conftest import (
     EXPERTS,
     HEAD,
@@ -220,6 +222,31 @@ def test_backward_runs_twice_only_if_asked_for(tokens):
         loss = model(tokens, labels=tokens).loss
         assert torch.equal(gradients(loss, retain_graph=True), gradients(loss))
 
+
+def test_the_backward_writes_over_h_and_adds_up_downs_gradient_before_it_makes_gate_ups(tokens, monkeypatch):
+    """The operations of the compiled backward get what autograd saved, not a copy of it."""
+    model = build_tiny("qwen3_moe", mlp_only_layers=[])
+    _compiled(model)
+    loss_and_gradients(model, tokens)
+    experts = [layer.mlp.experts for layer in model.model.layers]
+    shape, saved, calls = (TOKENS * TOP_K, 2 * WIDTH), set(), []
+
+    def pack(t):
+        if t.shape == shape:
+            saved.add(t.data_ptr())
+        return t
+
+    def noting(x, dh, *rest):
+        down = experts[len(experts) - 1 - len(calls)].down_proj
+        calls.append((dh.data_ptr() in saved, down.grad is not None))
+        return experts_weight_backward_op(x, dh, *rest)
+
+    monkeypatch.setattr(wgrad, "experts_weight_backward_op", noting)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        loss = model(tokens, labels=tokens).loss
+    loss.backward()
+    assert len(saved) == len(experts)
+    assert calls == [(True, True)] * len(experts)
 
 def test_transformers_capture_and_router_hooks_get_the_outputs(tokens, no_codegen):
     model = build_tiny("qwen3_moe", router_aux_loss_coef=0.5)

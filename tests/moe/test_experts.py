@@ -14,9 +14,11 @@ from forebay.kernels import grouped
 from forebay.kernels.grouped import rows_by_matrix, rows_by_rows
 from forebay.kernels.row_fp8 import decode_rows, encode_rows
 from forebay.moe import experts_op as experts_op_module
+from forebay.moe import wgrad
 from forebay.moe.experts import experts
+from forebay.moe.experts_op import NO_EDGE, experts_weight_backward_op
 from forebay.moe.low_rank import LowRank
-from forebay.moe.wgrad import WeightGradients
+from forebay.moe.wgrad import WeightGradients, gate_up_edge
 
 T, H, WIDTH, E, K = 13, 16, 24, 5, 3
 SCALES = {"gate_up": 0.75, "down": 1.5}  # of the low-rank updates
@@ -330,6 +332,32 @@ def test_runs_are_bitwise_equal_and_a_graph_may_be_walked_twice() -> None:
             assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("kept", [False, True])
+def test_dh_is_written_over_h_and_downs_gradient_is_in_its_sum_before_gate_ups_is_made(
+    kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case, saved_h, calls = make().to(torch.float32), set(), []
+    dy, down = torch.randn(T, H), case.tensors["down"]
+    wanted = case.grads(dy)
+
+    def pack(t: Tensor) -> Tensor:
+        if t.shape == (T * K, 2 * WIDTH):
+            saved_h.add(t.data_ptr())
+        return t
+
+    def noting(x: Tensor, dh: Tensor, *rest) -> Tensor:
+        calls.append((dh.data_ptr() in saved_h, torch.equal(down.grad, wanted["down"])))
+        return experts_weight_backward_op(x, dh, *rest)
+
+    monkeypatch.setattr(wgrad, "experts_weight_backward_op", noting)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        y = case.run()
+    y.backward(dy, retain_graph=kept)
+    assert len(saved_h) == 1
+    assert calls == [(not kept, True)]
+    assert torch.equal(case.tensors["gate_up"].grad, wanted["gate_up"])
+
+
 def test_tokens_of_another_dtype_than_the_weights() -> None:
     case = make().to(torch.bfloat16)
     case.tensors["x"] = case.tensors["x"].detach().float().requires_grad_()
@@ -375,14 +403,21 @@ def test_opcheck(gpt_oss: bool, ranks: dict[str, int]) -> None:
     settings = (*case.settings.values(),) if gpt_oss else ("swiglu", False, False, 1.0, 0.0)
     rest = (t["weights"], t["gate_up"], t["down"], t.get("gate_up_bias"), t.get("down_bias"), *settings)
     updates = [v for n, s in SCALES.items() for v in (t.get(f"{n}_a"), t.get(f"{n}_b"), s)]
+    edge = gate_up_edge(t["gate_up"], T, T * K, K, gpt_oss)
+    frozen = (rest[0], rest[1].detach(), *rest[2:])
+    # Not under AOTAutograd: a traced function that returns h returns it as the backward leaves it.
+    eager = ("test_schema", "test_autograd_registration", "test_faketensor")
     for save_h, max_rows in (("exact", None), ("", None), ("exact", 20)):
-        torch.library.opcheck(torch.ops.forebay.experts.default, (t["x"], case.ids, *rest, save_h, max_rows, *updates))
+        arguments = (t["x"], case.ids, *rest, save_h, max_rows, *updates, *NO_EDGE)
+        torch.library.opcheck(torch.ops.forebay.experts.default, arguments, test_utils=eager)
+    arguments = (t["x"], case.ids, *frozen, "exact", None, *updates, *edge)
+    torch.library.opcheck(torch.ops.forebay.experts.default, arguments, test_utils=eager)
     x, dy = t["x"].detach(), torch.randn(T, H)
     rest = tuple(a.detach() if isinstance(a, Tensor) else a for a in rest)
     updates = [a.detach() if isinstance(a, Tensor) else a for a in updates]
     everything = (True,) * 4
     for max_rows in (None, 20):
-        _, h, *routing = torch.ops.forebay.experts(x, case.ids, *rest, "exact", max_rows, *updates)
+        _, h, *routing = torch.ops.forebay.experts(x, case.ids, *rest, "exact", max_rows, *updates, *NO_EDGE)
         for kept, needs, deferred in (
             (h, everything, False),
             (None, everything, False),

@@ -259,11 +259,10 @@ def _experts(
 
 
 def _experts_backward(tally: Tally, dy: Tensor, x: Any, h: Any, order: Tensor, *rest: Any, **_: Any) -> list[OpCost]:
-    """gather dy, da = dy @ down.T, dh, act, dw, d_down, dx = combine(dh @ gate_up.T), gather x, d_gate_up; before them h, if it
-    was not saved."""
+    """gather dy, da = dy @ down.T, dh, act, dw, d_down, dx = combine(dh @ gate_up.T); before them h, if it was not saved."""
     gate_up, down, settings = rest[3], rest[4], rest[7:]
     transposed, needs = settings[2], settings[5:]
-    need_x, _, need_gate_up, need_down = needs[:4]
+    need_x, _, _, need_down = needs[:4]
     deferred = len(needs) > 6 and bool(needs[6])
     rows, hidden, size = int(order.shape[0] * tally.live), dy.shape[1], dy.element_size()
     tokens = tally.rows(dy.shape[0])
@@ -282,9 +281,14 @@ def _experts_backward(tally: Tally, dy: Tensor, x: Any, h: Any, order: Tensor, *
         costs.append(_grouped("grouped_weights", rows, hidden, inner, experts, size))
     if need_x:
         costs += [_grouped("grouped", rows, 2 * inner, hidden, experts, size), combine]
-    if need_gate_up and not deferred:
-        costs += [gather, _grouped("grouped_weights", rows, hidden, 2 * inner, experts, size)]
     return costs
+
+
+def _weight_backward(tally: Tally, tokens: Tensor, rows: Tensor, order: Tensor, offs: Tensor, *_: Any) -> list[OpCost]:
+    """Gather the tokens, and multiply them with the rows of each expert."""
+    live, hidden, size = int(order.shape[0] * tally.live), tokens.shape[1], tokens.element_size()
+    gather = _gathered(live, hidden, size)
+    return [gather, _grouped("grouped_weights", live, hidden, rows.shape[1], offs.shape[0], size)]
 
 
 def _cross_entropy(
@@ -354,6 +358,7 @@ _OPAQUE: Mapping[str, Callable[..., list[OpCost]]] = {
     "aten._grouped_mm.default": _grouped_mm,
     "forebay.experts.default": _experts,
     "forebay.experts_backward.default": _experts_backward,
+    "forebay.experts_weight_backward.default": _weight_backward,
     "forebay.linear_cross_entropy.default": _cross_entropy,
     "forebay.dispatch.default": _all_to_all,
     "forebay.combine.default": _all_to_all,

@@ -19,7 +19,7 @@ from torch.utils.flop_counter import flop_registry
 
 from forebay.estimate.op_costs import Tally
 from forebay.estimate.types import ALL_TO_ALL_BEGIN, ALL_TO_ALL_END, MATMUL, Freed, Log, Mark, NewStorage, Op
-from forebay.estimate.workspaces import EAGER_ONLY, FREE_ARGUMENT, WorkspaceStep, workspace_steps
+from forebay.estimate.workspaces import EAGER_ONLY, MARK, WorkspaceStep, workspace_steps
 from forebay.models.compile import recomputable_ops
 
 _KERNELS = frozenset(
@@ -68,7 +68,6 @@ class OpRecorder(TorchDispatchMode):
         self._numbers: dict[int, int] = {}
         self._origin_sizes: list[int] = []
         self._origin_storages: list[int] = []
-        self._freed_early: set[int] = set()  # their frees are in the log already
         # The last operation that may write in place: its position in the log, the storage it overwrites, its result's address.
         self._overwrites: tuple[int, int, int] | None = None
 
@@ -126,7 +125,7 @@ class OpRecorder(TorchDispatchMode):
             self.transferred.update(m.number for m in made)
             self.log += [Mark(ALL_TO_ALL_BEGIN), Op(False, reads, made), Mark(ALL_TO_ALL_END)]
         elif steps:
-            self._log_workspace(reads, args, new, steps)
+            self._log_workspace(reads, new, steps)
         elif made or (results and not getattr(func, "is_view", False)):
             if name in _MATMULS:
                 self.log.append(Mark(MATMUL))
@@ -162,8 +161,6 @@ class OpRecorder(TorchDispatchMode):
         self._origins.pop(key, None)
         self.tally.forget(key)
         number = self._numbers.pop(key)
-        if number in self._freed_early:
-            return
         if self._overwrites is not None and number == self._overwrites[1] and self._take_place_of(number):
             return
         self.log.append(Freed(number))
@@ -183,9 +180,9 @@ class OpRecorder(TorchDispatchMode):
         return True
 
     def _log_workspace(
-        self, reads: tuple[int, ...], args: Any, new: list[NewStorage | None], steps: tuple[WorkspaceStep, ...]
+        self, reads: tuple[int, ...], new: list[NewStorage | None], steps: tuple[WorkspaceStep, ...]
     ) -> None:
-        """Log an operation's own order: its workspaces, its results, and arguments that it frees early."""
+        """Log an operation's own order: its workspaces and its results."""
         workspaces: dict[str, int] = {}
         unmade = {i: made for i, made in enumerate(new) if made is not None}
         self.log.append(Op(False, reads, ()))
@@ -193,16 +190,13 @@ class OpRecorder(TorchDispatchMode):
             if isinstance(key, int):
                 if (made := unmade.pop(key, None)) is not None:
                     self.log.append(Op(False, reads, (made,)))
+            elif key == MARK:
+                self.log.append(Mark(size))
             elif size:
                 workspaces[key] = self._count
                 self._count += 1
                 new_storage = NewStorage(workspaces[key], self._rounded(size), False, frozenset())
                 self.log.append(Op(False, reads, (new_storage,)))
-            elif key.startswith(FREE_ARGUMENT):
-                number = self.number(args[int(key.removeprefix(FREE_ARGUMENT))])
-                self._freed_early.add(number)
-                reads = tuple(n for n in reads if n != number)
-                self.log.append(Freed(number))
             else:
                 self.log.append(Freed(workspaces.pop(key)))
         if unmade:

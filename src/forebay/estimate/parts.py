@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from forebay.estimate.types import PAGES, AllocEvent, ModelTrace, PartEvents, PartTrace, StageLayers
+from forebay.estimate.types import DH, GATE_UP_GRAD, PAGES, AllocEvent, ModelTrace, PartEvents, PartTrace, StageLayers
 
 PAGE = 256 << 10
 """Bytes of a page of `forebay.memory.page_store`, which the estimator does not import."""
@@ -106,9 +106,9 @@ def _stashed(part: Part) -> Part:
     if x not in sizes or h not in sizes:
         return part
     forward = _with_pages_for(h, events.forward)
-    # In backward x is read from the pages when h is not needed any more, if the weights' gradients are made that late.
-    at = events.backward.index((h, 0)) if (h, 0) in events.backward else 0
-    backward = (*events.backward[:at], (-1, PAGES), *events.backward[at:])
+    # In backward dh has memory of its own, and x is read from the pages for gate_up's gradient.
+    placed = {DH: (h, sizes[h]), GATE_UP_GRAD: (-1, PAGES)}
+    backward = tuple(placed.get(e[1], e) if e[0] < 0 else e for e in events.backward)
     size = next(size for n, size in events.forward if n == x and size)
     return replace(part, events=replace(events, forward=forward, backward=backward), stashed_x=(x, size))
 

@@ -22,6 +22,8 @@ FINAL_NORM_END = 3
 """Mark after the last norm: the base model's own forward returns there."""
 PAGES = 4
 """Mark where pages are taken (forward) or read (backward); see `forebay.estimate.parts`."""
+DH, GATE_UP_GRAD = 5, 6
+"""Marks where the experts write dh over a saved h, and before the operation that makes gate_up's gradient."""
 
 GPU_BLOCK = 512
 """Bytes to which CUDA's caching allocator rounds (torch `c10/core/AllocatorConfig.h`, kMinBlockSize)."""

@@ -13,10 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from forebay.estimate.types import DH, GATE_UP_GRAD
+
 WorkspaceStep = tuple[str | int, int]
 """(name, bytes) allocates a buffer, (name, 0) frees it, (number, 0) allocates that result of the operation."""
-FREE_ARGUMENT = "argument "
-"""A name of this prefix and an argument's number frees that argument."""
+MARK = "mark"
+"""The name of a step that allocates nothing: its number is a mark of `forebay.estimate.types`."""
 _CHUNK = 512  # slots that a program of sort_slots counts
 _THREADS, _WARP, _MOST_VALUES = 512, 32, 256  # of a reduction: threads of a block and of a warp, values a thread sums
 _FEW_TOKENS, _ROWS_A_THREAD = 3072, 10  # of an embedding's backward
@@ -27,7 +29,7 @@ def workspace_steps(name: str, args: Any, kwargs: Any, deferred: bool) -> tuple[
     """The steps of an operation; none if it allocates only its results.
 
     Args:
-        deferred: the experts' weight gradients are made by another operation right after this one; its steps are appended.
+        deferred: down's gradient is made by another operation after the experts' backward; its steps are appended.
     """
     body = _BODIES.get(name)
     return () if body is None else tuple(body(*args, **kwargs, deferred=deferred))
@@ -62,42 +64,41 @@ def _experts_workspace(
 def _experts_backward_workspace(
     dy: Tensor, x: Any, h: Any, order: Tensor, inverse: Any, offs: Any, *rest: Any, deferred: bool
 ) -> list[WorkspaceStep]:
-    """See `forebay.moe.experts_op`. Results: dx, d_weights, d_gate_up, d_down and the biases'."""
+    """See `forebay.moe.experts_op`. Results: dx, d_weights, dh, d_down and the biases'."""
     weights, down, settings = rest[0], rest[2], rest[5:]
     transposed = settings[2]
     need_x, need_weights, need_gate_up, need_down, need_bias, _ = settings[5:11]
     hidden, inner = dy.shape[1], down.shape[1] if transposed else down.shape[2]
     n, e = order.shape[0], dy.element_size()
     rows, act = e * n * hidden, e * n * inner
-    down_steps: list[WorkspaceStep] = [(3, 0)] * bool(need_down)
-    gate_up_steps = _using("rows of x again", rows, (2, 0)) * bool(need_gate_up)
     need_dh = need_x or need_gate_up or need_bias or need_weights
-    free_act: list[WorkspaceStep] = [("activation", 0)] if need_dh or need_down else []
-    # dh overwrites h if that is recomputed.
-    begin: list[WorkspaceStep] = (
-        [("rows of dy", rows)] if h is not None else [*_using("rows of x", rows, ("dh", 2 * act)), ("rows of dy", rows)]
-    )
-    if free_act:
-        begin.append(("activation", act))
+    dh: str | int = 2 if need_gate_up else "dh"
+    # dh is written over h, which is recomputed if it was not saved.
+    steps: list[WorkspaceStep] = [] if h is not None else _using("rows of x", rows, (dh, 2 * act))
+    steps.append(("rows of dy", rows))
+    if need_dh or need_down:
+        steps.append(("activation", act))
     if need_dh and h is not None:
-        begin.append(("dh", 2 * act))
-    end: list[WorkspaceStep] = [("dh", 0)] if h is None or need_dh else []
-    if need_dh and need_weights and weights.dtype == torch.float32:
-        begin.append((1, 0))
-    elif need_dh:
-        begin.append(("dw", 4 * weights.numel()))
-        end += [(1, 0), ("dw", 0)]
+        steps.append((MARK, DH) if h.dtype is not torch.uint8 else (dh, 2 * act))
+    direct_weights = need_weights and weights.dtype == torch.float32
+    steps += [(1, 0) if direct_weights else ("dw", 4 * weights.numel())] * need_dh
+    down_steps: list[WorkspaceStep] = [(3, 0)] * bool(need_down)
+    free_act: list[WorkspaceStep] = [("activation", 0)] if need_dh or need_down else []
     dx_steps = _using("rows of dx", rows, (0, 0)) * bool(need_x)
     if deferred:
-        weight_steps = _deferred_steps(rows, h is not None, down_steps)
-        return [*begin, ("rows of dy", 0), *dx_steps, *weight_steps, *free_act, *gate_up_steps, *end]
-    return [*begin, *down_steps, ("rows of dy", 0), *free_act, *dx_steps, *gate_up_steps, *end]
+        again = _using("rows of dy again", rows, *down_steps) if down_steps else []
+        steps += [("rows of dy", 0), *dx_steps, *again, *free_act]
+    else:
+        steps += [*down_steps, ("rows of dy", 0), *free_act, *dx_steps]
+    return steps if direct_weights or not need_dh else [*steps, (1, 0), ("dw", 0)]
 
 
-def _deferred_steps(rows: int, saved_h: bool, down_steps: list[WorkspaceStep]) -> list[WorkspaceStep]:
-    """The node of the graph has freed h before the weights' gradients are made."""
-    free_h: list[WorkspaceStep] = [(f"{FREE_ARGUMENT}2", 0)] if saved_h else []
-    return free_h + (_using("rows of dy again", rows, *down_steps) if down_steps else [])
+def _weight_backward_workspace(
+    tokens: Tensor, rows: Tensor, order: Tensor, offs: Any, slots: int, tokens_first: bool, *, deferred: bool
+) -> list[WorkspaceStep]:
+    """The gathered tokens. Result: the gradient."""
+    size = order.shape[0] * tokens.shape[1] * tokens.element_size()
+    return [(MARK, GATE_UP_GRAD), *_using("rows of tokens", size, (0, 0))]
 
 
 def _using(name: str, size: int, *steps: WorkspaceStep) -> list[WorkspaceStep]:
@@ -190,6 +191,7 @@ def _split_sum(outputs: int, inputs: int, across: bool, width: int) -> int:
 _BODIES: Mapping[str, Callable[..., list[WorkspaceStep]]] = {
     "forebay.experts.default": _experts_workspace,
     "forebay.experts_backward.default": _experts_backward_workspace,
+    "forebay.experts_weight_backward.default": _weight_backward_workspace,
     "forebay.linear_cross_entropy.default": _cross_entropy_workspace,
     "aten._scaled_dot_product_flash_attention_backward.default": _attention_backward,
     "aten._scaled_dot_product_cudnn_attention_backward.default": _attention_backward,

@@ -363,7 +363,7 @@ def highest_rise(timeline: Timeline, plan: Plan) -> int:
     for event in timeline.events:
         if event.kind == "B":
             call = timeline.calls[event.call]
-            rises.append(event.transient + (call.recompute_rises if call.key[0] in plan.recompute else 0))
+            rises.append(event.transient + (call.recompute_frees if call.key[0] in plan.recompute else 0))
     return max(rises)
 
 

@@ -27,10 +27,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from forebay.memory.overrides import ForwardFn, InnerForward, install, is_managed, is_patched
 from forebay.models.compile import check_compiler, compile_sublayer
 from forebay.models.families import LayerParts, MoeBlock, check_block, decoder_layers, innermost
-from forebay.models.hf_experts import light_recompute_of, quantized_weight, uses_forebay
+from forebay.models.hf_experts import edge_of, light_recompute_of, quantized_weight, uses_forebay
 from forebay.models.low_rank import is_adapted, run_experts, why_unsupported
 from forebay.models.sinks import BlockMasks
 from forebay.moe.dispatch import Front, MoeStages, TokenDispatcher
+from forebay.moe.experts_op import GateUpEdge
 
 # Transformers checkpoints a layer in its `__call__`, which runs our forward, but from 5.23 on in its class's forward, which ours
 # takes the place of.
@@ -70,7 +71,13 @@ def dense_sublayer(half: Callable[..., Tensor], layer: Any, x: Tensor) -> MoeOut
     return half(layer, x), None, None
 
 
-def moe_sublayer(half: Callable[..., MoeOutput], block: Callable[..., Any], layer: Any, x: Tensor) -> MoeOutput:
+def moe_sublayer(
+    half: Callable[..., MoeOutput],
+    block: Callable[..., Any],
+    layer: Any,
+    x: Tensor,
+    edge: GateUpEdge | None,
+) -> MoeOutput:
     """x + experts(post_attention_layernorm(x)), shared experts included; x is [B, S, H].
 
     The MoE block is spelled out instead of called, so that the router's outputs leave a compiled graph.
@@ -78,11 +85,21 @@ def moe_sublayer(half: Callable[..., MoeOutput], block: Callable[..., Any], laye
     Args:
         half: see `Halves.moe`.
         block: see `RoutedForward.block`.
+        edge: see `with_edge`.
 
     Returns:
         The sum [B, S, H], the router's logits [B * S, E] and its ids [B * S, K].
     """
-    return half(layer, x, block, run_experts)
+    return half(layer, x, block, run_experts if edge is None else partial(run_experts, edge=edge))
+
+
+def with_edge(sublayer: Callable[..., MoeOutput], name: str, layer: Any, x: Tensor) -> MoeOutput:
+    """`sublayer(layer, x)`, compiled, whose backward leaves the gradient of gate_up to a node of its own.
+
+    Args:
+        name: of the layer's block.
+    """
+    return sublayer(layer, x, edge_of(innermost(getattr(layer, name).experts), x[..., 0].numel()))
 
 
 def moe_front(half: Callable[..., Any], block: Callable[..., Any], layer: Any, x: Tensor) -> Front:
@@ -445,9 +462,10 @@ class _Maker:
         half = self._once(parts.halves.moe, parts.block)
         sublayer = partial(self._functions[moe_sublayer], half, self._once(moe.routing.block, self._direct))
         if self._direct:
-            return site(partial(sublayer, layer), light_recompute)
+            return site(partial(with_edge, sublayer, parts.block, layer), light_recompute)
         kind = type(getattr(layer, parts.block))
-        return site(partial(_plain_or_whole, kind, parts.block, sublayer, whole, layer), light_recompute)
+        plain = partial(sublayer, edge=None)  # in eager mode the experts make their own
+        return site(partial(_plain_or_whole, kind, parts.block, plain, whole, layer), light_recompute)
 
     def _front(self, parts: LayerParts, moe: MoeBlock) -> Callable[[Tensor], Front]:
         block, shared = self._once(moe.routing.front, self._direct) or (None, False)

@@ -26,6 +26,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._triton import has_triton
 from torch.utils.checkpoint import CheckpointPolicy
 
+from forebay.moe import experts_op
+
 aten = torch.ops.aten
 # AOTAutograd's allow-list lacks these. Rotary embeddings contain a `cat`: queries and keys would be saved before *and* after
 # rotation. DeepSeek assembles its keys by the copies.
@@ -143,11 +145,35 @@ class _SaveFewTensors(CustomPartitionerFn):
                 continue
             if get_aten_target(node) not in _ALSO_RECOMPUTABLE:
                 node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
-        return min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+        forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+        if torch._functorch.config.donated_buffer:
+            _write_over_saved(backward.graph)
+        return forward, backward
 
     def uuid(self) -> bytes:
-        # Part of the key of torch's compile cache on disk: another version of this file may cut elsewhere.
-        return get_hash_for_files((__file__,))
+        # Part of the key of torch's compile cache on disk: another version of this file may cut elsewhere, and one of the experts
+        # may have other backward operations for the same forward.
+        return get_hash_for_files((__file__, experts_op.__file__))
+
+
+def _write_over_saved(graph: Graph) -> None:
+    """Let operations that write in place (`forebay::experts_backward`) write over the saved tensors that they are given.
+
+    A functional graph copies an input first, unless the result is copied back to it at the end. The backward runs once, so
+    nothing reads a saved tensor afterwards.
+    """
+    output = graph.output_node()
+    for node in list(graph.nodes):
+        if node.target is not torch.ops.higher_order.auto_functionalized_v2:
+            continue
+        bases = node.kwargs["_all_bases"]
+        first = len(node.meta["val"]) - len(bases)
+        for place, base in enumerate(bases):
+            if base.op == "placeholder" and not base.name.startswith(("primals", "tangents")):
+                written = next((u for u in node.users if u.args[1] == first + place), None)
+                if written is not None:
+                    with graph.inserting_before(output):
+                        graph.call_function(aten.copy_.default, (base, written)).meta = dict(base.meta)
 
 
 def _slice_instead_of_split(graph: Graph) -> None:

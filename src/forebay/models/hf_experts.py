@@ -24,7 +24,9 @@ from forebay.memory.storage import local
 from forebay.models.families import innermost, moe_blocks
 from forebay.moe.dispatch import TokenDispatcher
 from forebay.moe.experts import experts
+from forebay.moe.experts_op import GateUpEdge
 from forebay.moe.low_rank import LowRank
+from forebay.moe.wgrad import gate_up_edge
 
 NAME = "forebay"
 _INSTALLED = "forebay_experts"
@@ -125,6 +127,7 @@ def experts_forward(
     max_rows: int | None = None,
     gate_up_update: LowRank | None = None,
     down_update: LowRank | None = None,
+    edge: GateUpEdge | None = None,
 ) -> Tensor:
     """Forward of a transformers experts module: tokens [T, H] and routing [T, K] in, [T, H] out.
 
@@ -135,7 +138,7 @@ def experts_forward(
     stashes the rows.
 
     Args:
-        max_rows, gate_up_update, down_update: see `forebay.moe.experts.experts`.
+        max_rows, gate_up_update, down_update, edge: see `forebay.moe.experts.experts`.
 
     Raises:
         ValueError: an activation other than silu or GPT-OSS's.
@@ -162,7 +165,17 @@ def experts_forward(
         pages=setting(self, "forebay_pages", None),
         gate_up_update=gate_up_update,
         down_update=down_update,
+        edge=edge,
     )
+
+
+def edge_of(module: Any, tokens: int) -> GateUpEdge | None:
+    """For one call of `experts_forward` with that many tokens, in compiled code; None where it would not be used."""
+    weight, config = local(module.gate_up_proj), getattr(module, "config", None)
+    slots = getattr(config, "num_experts_per_tok", None)
+    if not (torch.is_grad_enabled() and weight.requires_grad and uses_forebay(module)) or not isinstance(slots, int):
+        return None
+    return gate_up_edge(weight, tokens, tokens * slots, slots, module.is_transposed)
 
 
 def activation_of(module: Any) -> str:

@@ -20,20 +20,30 @@ from forebay.kernels.paging import PagedRows, PageTable, restore, stash
 from forebay.kernels.row_fp8 import decode_rows, encode_rows, encoded_width
 from forebay.kernels.swiglu import Glu, compresses
 from forebay.moe.experts_op import (
+    NO_EDGE,
     NO_UPDATES,
     ExpertParameters,
     ExpertSettings,
+    GateUpEdge,
     NeededGradients,
+    consumable,
     experts_backward,
     experts_backward_op,
     experts_forward,
     experts_op,
+    is_written_over,
     refuse_second_derivative,
     saved_for_backward,
 )
 from forebay.moe.low_rank import LowRank
 from forebay.moe.routing import Routing, check_routed
-from forebay.moe.wgrad import DeferredWeightGradient, WeightEdges, WeightGradientOperands, WeightGradients
+from forebay.moe.wgrad import (
+    DeferredWeightGradient,
+    WeightEdges,
+    WeightGradientOperands,
+    WeightGradients,
+    gate_up_edge,
+)
 
 
 class RowsTicket(Protocol):
@@ -72,6 +82,7 @@ def experts(
     pages: Pages | None = None,
     gate_up_update: LowRank | None = None,
     down_update: LowRank | None = None,
+    edge: GateUpEdge | None = None,
 ) -> Tensor:
     """y [T, H] in x's dtype: each token's chosen experts, weighted and summed.
 
@@ -95,6 +106,9 @@ def experts(
         gate_up_update, down_update: low-rank updates (LoRA) of the two stacks, as matrices from inputs to outputs whatever
             `transposed` says: a [E, r, H] and b [E, 2I, r] for gate_up, a [E, r, I] and b [E, H, r] for down. The updated weights
             are never made. Training gate_up's update saves x (2H bytes a token in bf16); down's saves nothing besides h.
+        edge: of this gate_up, for these numbers of tokens and slots (`forebay.moe.wgrad.gate_up_edge`), for one call. In eager
+            mode the default makes one. A caller that compiles makes it outside of the compiled code; without, or if it does not
+            fit, the compiled backward returns gate_up's gradient together with down's.
 
     Raises:
         ValueError: shapes that do not fit, several devices, an unknown activation, or updates of experts with
@@ -115,17 +129,22 @@ def experts(
     a2, b2, s2 = down_update or (None, None, 1.0)
     trained = (x, weights, gate_up, down, gate_up_bias, down_bias, a1, b1, a2, b2)
     has_backward = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in trained)
+    at_once = deferred is None and (pages is None or not has_backward)
     saved_h = "fp8" if precision == "fp8" and compresses(gate_up.dtype, inner) else "exact"
+    rows = ids.numel() if max_rows is None else min(ids.numel(), max_rows)
+    if not at_once or not gate_up.requires_grad or not has_backward:
+        edge = None
+    elif torch.compiler.is_compiling():
+        edge = edge if edge is not None and edge.x.shape == x.shape and edge.dh.shape[0] == rows else None
+    else:
+        edge = edge or gate_up_edge(gate_up, x.shape[0], rows, ids.shape[1], transposed)
     # Under autocast, autograd's own casts return the gradients in the caller's dtypes.
     inputs = (
-        x.to(gate_up.dtype).contiguous(), ids, weights, gate_up, down, gate_up_bias, down_bias,
-        activation, interleaved, transposed, alpha, limit, saved_h if save_h and has_backward else "", max_rows,
-        a1, b1, s1, a2, b2, s2,
+        x.to(gate_up.dtype).contiguous(), ids, weights, gate_up.detach() if edge else gate_up, down,
+        gate_up_bias, down_bias, activation, interleaved, transposed, alpha, limit,
+        saved_h if save_h and has_backward else "", max_rows, a1, b1, s1, a2, b2, s2, *(edge or NO_EDGE),
     )  # fmt: skip
-    if deferred is None and (pages is None or not has_backward):
-        y = experts_op(*inputs)[0]
-    else:
-        y = _eager_experts(inputs, deferred, pages, precision == "fp8")
+    y: Tensor = experts_op(*inputs)[0] if at_once else _eager_experts(inputs, deferred, pages, precision == "fp8")
     return y.to(x.dtype)
 
 
@@ -246,7 +265,7 @@ class _Experts(torch.autograd.Function):
         parameters = ExpertParameters(gate_up, down, gate_up_bias, down_bias)
         if pages is None:
             y, h, *routing = experts_op(
-                x, ids, weights, *parameters[:4], *call.settings, call.save_h, call.max_rows, *NO_UPDATES
+                x, ids, weights, *parameters[:4], *call.settings, call.save_h, call.max_rows, *NO_UPDATES, *NO_EDGE
             )
         else:
             # Without a bound, x holds this rank's own tokens, which other modules save as well: moving them frees nothing.
@@ -290,6 +309,7 @@ def _backward(ctx: Any, dy: Tensor, defer: bool) -> tuple[list[Tensor | None], l
     x, h, *routing, weights, gate_up, down, gate_up_bias, down_bias = ctx.saved_tensors
     parameters = ExpertParameters(gate_up, down, gate_up_bias, down_bias)
     if paged is None:
+        h = consumable(h)
         settings = (*parameters[:4], *call.settings, *call.needs[:6], defer, *NO_UPDATES, *call.needs[6:])
         computed = experts_backward_op(dy, x, h, *routing, weights, *settings)
     else:
@@ -297,22 +317,23 @@ def _backward(ctx: Any, dy: Tensor, defer: bool) -> tuple[list[Tensor | None], l
         computed = experts_backward(
             dy, x, paged.h, Routing(*routing), weights, parameters, call.settings, call.needs, defer
         )
-    dx, d_weights, first, second, *d_biases = (
+    dx, d_weights, dh, second, *d_biases = (
         gradient if need else None for gradient, need in zip(computed[:6], call.needs[:6], strict=True)
     )
-    del computed
-    if defer:
-        transposed, (order, inverse, offs) = call.settings.transposed, routing
-        shared = order, offs, inverse.shape[1]
-        x = x.detach() if isinstance(x, Tensor) else x
-        # dy itself, not an alias: autograd then sees that it is held, and accumulates it nowhere in place.
-        weight_gradients: list[Any] = [
-            None if first is None else WeightGradientOperands("tokens", x, first, *shared, transposed),
-            None if second is None else WeightGradientOperands("gradient", dy, second, *shared, not transposed),
-        ]
-    else:
-        # Given away: autograd copies a gradient that is held elsewhere into `.grad`.
-        weight_gradients = [None if gradient is None else [gradient].pop for gradient in (first, second)]
+    if is_written_over(h) and call.needs.gate_up:
+        dh = h
+    del computed, h
+    order, inverse, offs = routing
+    shared, transposed = (order, offs, inverse.shape[1]), call.settings.transposed
+    x = x.detach() if isinstance(x, Tensor) else x
+    weight_gradients: list[Any] = [
+        None if dh is None else WeightGradientOperands("tokens", x, dh, *shared, transposed), None
+    ]  # fmt: skip
+    if second is not None:
+        # dy itself, not an alias: autograd then sees that it is held, and accumulates it nowhere in place. A gradient is given
+        # away: autograd copies one that is held elsewhere into `.grad`.
+        deferred = WeightGradientOperands("gradient", dy, second, *shared, not transposed) if defer else [second].pop
+        weight_gradients[1] = deferred
     return [dx, d_weights, *d_biases], weight_gradients
 
 

@@ -38,7 +38,26 @@ class ExpertParameters(NamedTuple):
 
 
 NO_UPDATES = (None, None, 1.0) * 2
-"""The last arguments of `experts_op` for experts without low-rank updates."""
+"""Arguments of `experts_op` for experts without low-rank updates."""
+
+
+class GateUpEdge(NamedTuple):
+    """Tensors without memory whose *gradients* are the operands of gate_up's gradient; see `forebay.moe.wgrad.gate_up_edge`.
+
+    Attributes:
+        x: [T, H], in gate_up's dtype like `dh`.
+        dh: [R, 2I].
+        order, offs: [R] and [E] fp32, because autograd refuses gradients of integers; these have the bits of int32.
+    """
+
+    x: Tensor
+    dh: Tensor
+    order: Tensor
+    offs: Tensor
+
+
+NO_EDGE = (None,) * 4
+"""The last arguments of `experts_op` for experts whose node returns gate_up's gradient itself."""
 
 
 class ExpertSettings(NamedTuple):
@@ -172,11 +191,15 @@ def experts_op(
     down_a: Tensor | None,
     down_b: Tensor | None,
     down_scale: float,
+    edge_x: Tensor | None,
+    edge_dh: Tensor | None,
+    edge_order: Tensor | None,
+    edge_offs: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(y, h, order, inverse, offs). All that backward reads is an output, so that a checkpoint policy can keep it.
 
     h is empty if save_h is "", and as `experts_forward` returns it if that is "exact" or "fp8". A projection without a low-rank
-    update has None for a and b.
+    update has None for a and b. A `GateUpEdge` is not read: it has the gradients from which its node computes gate_up's.
     """
     updates = _update(gate_up_a, gate_up_b, gate_up_scale), _update(down_a, down_b, down_scale)
     parameters = ExpertParameters(gate_up, down, gate_up_bias, down_bias, *updates)
@@ -211,42 +234,46 @@ def experts_backward(
     parameters: ExpertParameters,
     settings: ExpertSettings,
     needs: NeededGradients,
-    defer_weight_gradients: bool,
+    defer_down: bool,
+    over_h: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Compute the gradients in the order of `NeededGradients`; those that are not needed are empty.
+    """Compute the gradients in the order of `NeededGradients`, with dh in the place of gate_up's; those not needed are empty.
 
         dy_rows      = gather(dy)
         da           = dy_rows @ down.T
         dh, act, dw  = swiglu_backward(h, da)
         d_down[e]    = dy_rows.T @ act
         dx           = combine(dh @ gate_up.T)
-        d_gate_up[e] = x_rows.T @ dh
 
     and the terms of low-rank updates (`forebay.moe.low_rank`), whose `low` is recomputed from act and x_rows.
 
-    Each tensor of N = T*K rows is freed after its last use. Peak of temporary memory in bf16: 2N(H + 3I) bytes while d_down is
-    computed, then 2N(H + 2I) beside the weight gradients. Recomputing h adds nothing, because dh is written over it.
-    T=16384, K=8, H=2048, I=768, E=128: 1088 MiB forward; backward 1088 + 384 MiB, then 896 + 1152 MiB.
+    gate_up's gradient, x_rows.T @ dh for each expert, is `experts_weight_backward_op`: where it is computed later, the tensors of
+    this function are gone, and d_down is in its sum.
+
+    Each tensor of N = T*K rows is freed after its last use. Temporary memory in bf16, h or dh included: 2N(H + 3I) bytes and then
+    d_down, 2N(H + 2I) while dx is computed, and the same beside gate_up's gradient. T=16384, K=8, H=2048, I=768, E=128: 1088 MiB
+    forward; backward 1088 + 384 MiB, then 896 + 384, then 896 + 768.
 
     Args:
         x: None where it was not saved; a callable loads it when it is needed.
         h: as `experts_forward` returned it, or its pages; None to recompute it, with the same kernel on the same operands:
             bitwise the same.
-        defer_weight_gradients: return dh [R, 2I] and act [R, I] in place of the gradients of gate_up and down. These are
-            operands of `experts_weight_backward_op`.
+        defer_down: return act [R, I] in place of down's gradient. It is an operand of `experts_weight_backward_op`, as dh is.
+        over_h: write dh over h, unless it is in 8 bits; the dh that is returned is then h. A recomputed h is always written over.
     """
     order, inverse, offs = routing
-    dx, d_gate_up, d_down, d_gate_up_bias, d_a1, d_b1, d_a2, d_b2 = (dy.new_empty(0) for _ in range(8))
+    dx, d_down, d_gate_up_bias, d_a1, d_b1, d_a2, d_b2 = (dy.new_empty(0) for _ in range(7))
     with torch.autocast(dy.device.type, enabled=False):
         dy = dy.contiguous()
         row_expert = _row_experts(routing, parameters)
         first, second = (adapter_of(p, dy.dtype) for p in (parameters.gate_up_update, parameters.down_update))
         dh, act, dw, dy_rows, dlow = _through_activation(
-            dy, x, h, routing, weights, parameters, settings, row_expert, needs, second
+            dy, x, h, routing, weights, parameters, settings, row_expert, needs, second, over_h
         )
+        del h
         if needs.down:
             assert act is not None and dy_rows is not None
-            d_down = act if defer_weight_gradients else _weight_gradient(dy_rows, act, offs, not settings.transposed)
+            d_down = act if defer_down else _weight_gradient(dy_rows, act, offs, not settings.transposed)
         del dy_rows
         if needs.down_update:
             assert second is not None and act is not None and dlow is not None
@@ -260,26 +287,20 @@ def experts_backward(
         if needs.gate_up_bias:
             assert dh is not None
             d_gate_up_bias = _sum_by_expert(dh, offs)
-        if needs.gate_up:
-            assert x is not None and dh is not None, "x is saved wherever gate_up is trained"
-            d_gate_up = (
-                dh
-                if defer_weight_gradients
-                else _gathered_gradient(_loaded(x), dh, order, offs, inverse.shape[1], settings.transposed)
-            )
         if needs.gate_up_update:
             assert first is not None and dh is not None and dlow is not None
             assert x is not None, "x is saved wherever gate_up's update is trained"
             tokens = Gathered(_loaded(x), order, inverse.shape[1])
             d_a1, d_b1 = first.gradients(tokens, dh, dlow, offs, needs.gate_up_a, needs.gate_up_b)
-        del dh
+        if dh is None or not needs.gate_up:
+            dh = dy.new_empty(0)
         d_weights, d_down_bias = _routing_and_down_bias_gradients(
             dy, dw, routing, row_expert, weights, parameters, needs
         )
-    return dx, d_weights, d_gate_up, d_down, d_gate_up_bias, d_down_bias, d_a1, d_b1, d_a2, d_b2
+    return dx, d_weights, dh, d_down, d_gate_up_bias, d_down_bias, d_a1, d_b1, d_a2, d_b2
 
 
-@torch.library.custom_op("forebay::experts_backward", mutates_args=())
+@torch.library.custom_op("forebay::experts_backward", mutates_args=("h",))
 def experts_backward_op(
     dy: Tensor,
     x: Tensor | None,
@@ -305,7 +326,7 @@ def experts_backward_op(
     need_down_bias: bool,
     # Trap: no default. torch's compile cache on disk has calls by the names of defaulted parameters, but not the names in its
     # key: after a renaming, another version's compiled code would be run.
-    defer_weight_gradients: bool,
+    defer_down: bool,
     gate_up_a: Tensor | None,
     gate_up_b: Tensor | None,
     gate_up_scale: float,
@@ -317,9 +338,9 @@ def experts_backward_op(
     need_down_a: bool,
     need_down_b: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """`experts_backward` of saved tensors."""
+    """`experts_backward` of saved tensors. Returns dh only where it is not `is_written_over` h."""
     updates = _update(gate_up_a, gate_up_b, gate_up_scale), _update(down_a, down_b, down_scale)
-    return experts_backward(
+    grads = experts_backward(
         dy, x, h, Routing(order, inverse, offs), weights,
         ExpertParameters(gate_up, down, gate_up_bias, down_bias, *updates),
         ExpertSettings(activation, interleaved, transposed, alpha, limit),
@@ -327,8 +348,10 @@ def experts_backward_op(
             need_x, need_weights, need_gate_up, need_down, need_gate_up_bias, need_down_bias,
             need_gate_up_a, need_gate_up_b, need_down_a, need_down_b,
         ),
-        defer_weight_gradients,
+        defer_down,
+        over_h=True,
     )  # fmt: skip
+    return grads if not is_written_over(h) else (*grads[:2], dy.new_empty(0), *grads[3:])
 
 
 def _update(a: Tensor | None, b: Tensor | None, scale: float) -> LowRank | None:
@@ -339,22 +362,19 @@ def _update(a: Tensor | None, b: Tensor | None, scale: float) -> LowRank | None:
 def _(
     dy, x, h, order, inverse, offs, weights, gate_up, down, gate_up_bias, down_bias,
     activation, interleaved, transposed, alpha, limit,
-    need_x, need_weights, need_gate_up, need_down, need_gate_up_bias, need_down_bias, defer_weight_gradients,
+    need_x, need_weights, need_gate_up, need_down, need_gate_up_bias, need_down_bias, defer_down,
     gate_up_a, gate_up_b, gate_up_scale, down_a, down_b, down_scale,
     need_gate_up_a, need_gate_up_b, need_down_a, need_down_b,
 ):  # fmt: skip
     def like(t, need):
         return t.new_empty(t.shape) if need else dy.new_empty(0)
 
-    first, second = gate_up, down
-    if defer_weight_gradients:
-        rows, inner = order.shape[0], down.shape[1] if transposed else down.shape[2]
-        first, second = dy.new_empty((rows, 2 * inner)), dy.new_empty((rows, inner))
+    rows, inner = order.shape[0], down.shape[1] if transposed else down.shape[2]
     return (
         like(dy, need_x),
         like(weights, need_weights),
-        like(first, need_gate_up),
-        like(second, need_down),
+        dy.new_empty((rows, 2 * inner) if need_gate_up and not is_written_over(h) else 0),
+        dy.new_empty((rows, inner)) if need_down and defer_down else like(down, need_down),
         like(gate_up_bias, need_gate_up_bias),
         like(down_bias, need_down_bias),
         like(gate_up_a, need_gate_up_a),
@@ -368,14 +388,15 @@ def _(
 def experts_weight_backward_op(
     tokens: Tensor, rows: Tensor, order: Tensor, offs: Tensor, slots_per_token: int, tokens_first: bool
 ) -> Tensor:
-    """The gradient of gate_up or down from what `experts_backward` returned with `defer_weight_gradients`.
+    """The gradient of gate_up, or that of down from what `experts_backward` returned with `defer_down`.
 
     Args:
         tokens, rows: x [T, H] and dh [R, 2I] for gate_up, dy [T, H] and act [R, I] for down.
         tokens_first: whether the parameter is [E, H, *] (gate_up if transposed, down if not) or [E, *, H].
     """
     with torch.autocast(tokens.device.type, enabled=False):
-        return _gathered_gradient(tokens.contiguous(), rows, order, offs, slots_per_token, tokens_first)
+        token_rows = gather_rows(tokens.contiguous(), order, offs, slots_per_token)
+        return _weight_gradient(token_rows, rows, offs, tokens_first)
 
 
 @experts_weight_backward_op.register_fake
@@ -417,13 +438,15 @@ def save_for_backward(ctx, inputs, output) -> None:
     weights [T, K], and the parameters
     """
     x, _, weights, gate_up, down, gate_up_bias, down_bias, *settings, save_h, _ = inputs[:14]
-    gate_up_a, gate_up_b, gate_up_scale, down_a, down_b, down_scale = inputs[14:]
+    gate_up_a, gate_up_b, gate_up_scale, down_a, down_b, down_scale = inputs[14:20]
     _, h, order, inverse, offs = output
     ctx.set_materialize_grads(False)
     # Callers cannot train through the outputs that exist to be saved.
     ctx.mark_non_differentiable(h, order, inverse, offs)
-    need_x, _, *needs = ctx.needs_input_grad[:7]
-    ctx.needs = NeededGradients(need_x, *needs, *(ctx.needs_input_grad[i] for i in (14, 15, 17, 18)))
+    given = ctx.needs_input_grad
+    ctx.has_edge = given[20]
+    needs = given[2], given[3] or ctx.has_edge, *given[4:7]
+    ctx.needs = NeededGradients(given[0], *needs, *(given[i] for i in (14, 15, 17, 18)))
     ctx.settings, ctx.scales = settings, (gate_up_scale, down_scale)
     saves_x, saves_h = saved_for_backward(ctx.needs, save_h)
     ctx.save_for_backward(
@@ -437,14 +460,43 @@ def save_for_backward(ctx, inputs, output) -> None:
 def _gradients(ctx, dy: Tensor | None, *_):
     """The gradients of all arguments of `experts_op`."""
     if dy is None:
-        return (None,) * 20
+        return (None,) * 24
     refuse_second_derivative()
-    *saved, gate_up_a, gate_up_b, down_a, down_b = ctx.saved_tensors
+    x, h, order, inverse, offs, *saved, gate_up_a, gate_up_b, down_a, down_b = ctx.saved_tensors
     updates = gate_up_a, gate_up_b, ctx.scales[0], down_a, down_b, ctx.scales[1]
-    grads = experts_backward_op(dy, *saved, *ctx.settings, *ctx.needs[:6], False, *updates, *ctx.needs[6:])
-    dx, *rest = (g if need else None for g, need in zip(grads, ctx.needs, strict=True))
-    parameters, (d_gate_up_a, d_gate_up_b, d_down_a, d_down_b) = rest[:5], rest[5:]
-    return (dx, None, *parameters, *(None,) * 7, d_gate_up_a, d_gate_up_b, None, d_down_a, d_down_b, None)
+    h = consumable(h)
+    grads = experts_backward_op(
+        dy, x, h, order, inverse, offs, *saved, *ctx.settings, *ctx.needs[:6], False, *updates, *ctx.needs[6:]
+    )
+    dx, d_weights, dh, *rest = (g if need else None for g, need in zip(grads, ctx.needs, strict=True))
+    dh = h if is_written_over(h) and ctx.needs.gate_up else dh
+    parameters, (d_gate_up_a, d_gate_up_b, d_down_a, d_down_b) = rest[:3], rest[3:]
+    d_gate_up, edge = None, tuple[Tensor | None, ...](NO_EDGE)
+    if ctx.has_edge:
+        edge = x, dh, order.view(torch.float32), offs.view(torch.float32)
+    elif ctx.needs.gate_up:
+        d_gate_up = experts_weight_backward_op(x, dh, order, offs, inverse.shape[1], ctx.settings[2])
+    updates = d_gate_up_a, d_gate_up_b, None, d_down_a, d_down_b, None
+    return (dx, None, d_weights, d_gate_up, *parameters, *(None,) * 7, *updates, *edge)
+
+
+def is_written_over(h: Tensor | None) -> bool:
+    """Whether `experts_backward_op` writes dh over a saved h: not if it was not saved, or in 8 bits."""
+    return h is not None and h.dtype is not torch.uint8
+
+
+def consumable(h: Tensor | None) -> Tensor | None:
+    """A saved h that its backward may write over: itself, or a copy if this backward keeps the graph for another one.
+
+    Compiled code runs its backward once, or copies h by itself (`forebay.models.compile`).
+    """
+    if (
+        not is_written_over(h)
+        or torch.compiler.is_compiling()
+        or not torch._C._autograd._get_current_graph_task_keep_graph()
+    ):
+        return h
+    return h.clone()
 
 
 def refuse_second_derivative() -> None:
@@ -468,7 +520,8 @@ experts_op.register_autograd(_gradients, setup_context=save_for_backward)
 def _experts_flop(
     x, ids, weights, gate_up, down, gate_up_bias, down_bias,
     activation, interleaved, transposed, alpha, limit, save_h, max_rows,
-    gate_up_a, gate_up_b, gate_up_scale, down_a, down_b, down_scale, out_shape=None, **kwargs,
+    gate_up_a, gate_up_b, gate_up_scale, down_a, down_b, down_scale,
+    edge_x, edge_dh, edge_order, edge_offs, out_shape=None, **kwargs,
 ) -> int:  # fmt: skip
     """2 * R * 3IH, and 2 * R * r(in + out) for an update. All rows count, sentinels included: only shapes are known."""
     slots = ids[0] * ids[1]
@@ -487,7 +540,7 @@ def _experts_backward_flop(
     dy, x, h, order, inverse, offs, weights, gate_up, down, gate_up_bias, down_bias,
     activation, interleaved, transposed, alpha, limit,
     need_x, need_weights, need_gate_up, need_down, need_gate_up_bias, need_down_bias,
-    defer_weight_gradients, gate_up_a, gate_up_b, gate_up_scale, down_a, down_b, down_scale,
+    defer_down, gate_up_a, gate_up_b, gate_up_scale, down_a, down_b, down_scale,
     need_gate_up_a, need_gate_up_b, need_down_a, need_down_b, out_shape=None, **kwargs,
 ) -> int:  # fmt: skip
     """One product of a projection for each gradient that is computed here, and one to recompute h. An update has besides `low`,
@@ -497,8 +550,8 @@ def _experts_backward_flop(
         need_gate_up_a, need_gate_up_b, need_down_a, need_down_b,
     )  # fmt: skip
     recompute = h is None and (needs.da or needs.act)
-    first = recompute + need_x + (need_gate_up and not defer_weight_gradients)
-    second = needs.da + (need_down and not defer_weight_gradients)
+    first = recompute + need_x
+    second = needs.da + (need_down and not defer_down)
     low_rank = (
         _elements(gate_up_a) * (recompute + need_x + need_gate_up_a + need_gate_up_b)
         + _elements(gate_up_b) * (recompute + needs.dh + need_gate_up_b)
@@ -531,14 +584,15 @@ def _through_activation(
     row_expert: Tensor | None,
     needs: NeededGradients,
     second: Adapter | None,
+    over_h: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, Tensor | None]:
     """(dh, act, dw, dy_rows, dlow), None where not needed; dy_rows and act give down's gradient, act and dlow its update's."""
     order, inverse, offs = routing
     transposed, bias = settings.transposed, parameters.gate_up_bias
     if not (needs.da or needs.act):
         return None, None, None, None, None
-    recomputed = h is None
     if h is None:
+        over_h = True
         assert x is not None, "x is saved wherever h is not"
         h = _first_product(_loaded(x), order, offs, inverse.shape[1], parameters, transposed)
     dlow = None
@@ -556,10 +610,10 @@ def _through_activation(
         second.add_gradient(da, dlow, offs)
     kept = dy_rows if needs.down else None
     del dy_rows
-    # da may be written over, and h too if it was recomputed; a saved h belongs to autograd.
     dh, act, dw = swiglu_backward(
         h, da, weights, order, offs, settings.glu, bias=bias, row_expert=row_expert,
-        need_dh=needs.dh, need_act=needs.act, need_dw=needs.weights, over_h=recomputed, over_da=True,
+        need_dh=needs.dh, need_act=needs.act, need_dw=needs.weights, over_da=True,
+        over_h=over_h and isinstance(h, Tensor) and is_written_over(h),
     )  # fmt: skip
     return dh, act, dw, kept, dlow
 
@@ -592,13 +646,6 @@ def _weight_gradient(token_rows: Tensor, rows: Tensor, offs: Tensor, tokens_firs
     """In the parameter's layout: the order of the operands gives it without a transpose."""
     left, right = (token_rows, rows) if tokens_first else (rows, token_rows)
     return rows_by_rows(left, right, offs)
-
-
-def _gathered_gradient(
-    tokens: Tensor, rows: Tensor, order: Tensor, offs: Tensor, slots_per_token: int, tokens_first: bool
-) -> Tensor:
-    """`_weight_gradient` of tokens [T, H], gathered to rows first."""
-    return _weight_gradient(gather_rows(tokens, order, offs, slots_per_token), rows, offs, tokens_first)
 
 
 def _routing_and_down_bias_gradients(

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forebay.moe.experts_op import add_weight_gradient, experts_weight_backward_op
+from forebay.moe.experts_op import GateUpEdge, add_weight_gradient, experts_weight_backward_op
 
 Sum = Callable[[], Tensor | None]
 """Returns the sum to which a weight's gradient is added, of the weight's shape; None to let autograd accumulate it."""
@@ -172,3 +172,40 @@ class DeferredWeightGradient:
             raise RuntimeError("these weight gradients have been made already; each callable is called once")
         (edges, operands), self._waiting = self._waiting, None
         edges.add_or_run(operands)
+
+
+def gate_up_edge(gate_up: Tensor, tokens: int, rows: int, slots_per_token: int, transposed: bool) -> GateUpEdge:
+    """An autograd edge to gate_up whose node computes its gradient, after that of the experts has run.
+
+    One node would return the gradients of gate_up and down together, [E, 2I, H] and [E, H, I]. With two, autograd adds down's to
+    its sum and frees it before gate_up's exists; compiled code is one node, so the edge is made outside of it. The operands reach
+    this node as the gradients of what is returned here, so nothing but the graph holds them.
+
+    Args:
+        gate_up: [E, 2I, H], or [E, H, 2I] if `transposed`; requires a gradient.
+        tokens, rows: T of the experts' tokens, and R of their rows (T*K, or `max_rows`).
+
+    Returns:
+        For one call of `forebay.moe.experts.experts`.
+    """
+    edge: GateUpEdge = GateUpEdge(*_GateUpGradient.apply(gate_up, tokens, rows, slots_per_token, transposed))
+    return edge
+
+
+class _GateUpGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gate_up, tokens, rows, slots_per_token, transposed):
+        ctx.set_materialize_grads(False)
+        ctx.arguments = slots_per_token, transposed
+        hidden, width = gate_up.shape[1:] if transposed else gate_up.shape[:0:-1]
+        shapes = (tokens, hidden), (rows, width), (rows,), (gate_up.shape[0],)
+        dtypes = gate_up.dtype, gate_up.dtype, torch.float32, torch.float32
+        # One element each; their values are never read.
+        return tuple(gate_up.new_empty((), dtype=d).expand(s) for s, d in zip(shapes, dtypes, strict=True))
+
+    @staticmethod
+    def backward(ctx, x, dh, order, offs):
+        if dh is None:
+            return (None,) * 5
+        operands = x, dh, order.view(torch.int32), offs.view(torch.int32)
+        return experts_weight_backward_op(*operands, *ctx.arguments), None, None, None, None

@@ -3,7 +3,8 @@
 The model is `qwen3-moe-6l`: Qwen3-MoE, hidden 2048, 6 layers, 32 heads, 4 KV heads of 128, 128 experts top-8 of width
 768, vocabulary 32768, bf16, batch 4 x 4096. With ``--model gpt-oss`` it is GPT-OSS at the widths of its 20B: hidden 2880, 4
 layers, 64 heads, 8 KV heads of 64, 32 experts top-4 of width 2880, windows of 128 in every other layer, the same vocabulary,
-batch 2 x 4096; transformers runs it eagerly, and in one more arm on its own flex_attention. A step is forward and backward.
+batch 2 x 4096; transformers runs it eagerly, and in one more arm on its own flex_attention. ``mixtral`` and ``deepseek-v2-lite``
+are 2 and 6 layers at those models' widths, batch 4 x 4096. A step is forward and backward.
 Gradients stay allocated between steps, so the base (memory held before a step) holds weights and gradients, and every arm
 adds to the same buffers.
 
@@ -35,7 +36,14 @@ import sonic
 import stacks
 import torch
 from common import GIB, median_ms, save, settle_memory, until_settled, write
-from transformers import AutoModelForCausalLM, GptOssConfig, PreTrainedConfig, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV2Config,
+    GptOssConfig,
+    MixtralConfig,
+    PreTrainedConfig,
+    Qwen3MoeConfig,
+)
 
 import forebay
 
@@ -43,9 +51,34 @@ Arm = tuple[str, Callable[[Any], AbstractContextManager[Any]], bool]
 """Its name; what is entered; whether it is entered around each forward, and not around the whole run."""
 
 
+MODELS = {"qwen3-moe": (6, 4), "gpt-oss": (4, 2), "mixtral": (2, 4), "deepseek-v2-lite": (6, 4)}
+"""Default layers and batch."""
+
+
 def config(model: str, layers: int) -> PreTrainedConfig:
     if model == "gpt-oss":
         return GptOssConfig(num_hidden_layers=layers, num_local_experts=32, vocab_size=32768, use_cache=False)
+    if model == "mixtral":  # the defaults of transformers are Mixtral-8x7B's widths
+        return MixtralConfig(num_hidden_layers=layers, vocab_size=32768, use_cache=False)
+    if model == "deepseek-v2-lite":
+        return DeepseekV2Config(
+            hidden_size=2048,
+            num_hidden_layers=layers,
+            num_attention_heads=16,
+            num_key_value_heads=16,
+            q_lora_rank=None,
+            kv_lora_rank=512,
+            n_routed_experts=64,
+            n_shared_experts=2,
+            num_experts_per_tok=6,
+            moe_intermediate_size=1408,
+            intermediate_size=10944,
+            first_k_dense_replace=1,
+            topk_method="greedy",
+            norm_topk_prob=False,
+            vocab_size=32768,
+            use_cache=False,
+        )
     return Qwen3MoeConfig(
         hidden_size=2048,
         num_hidden_layers=layers,
@@ -233,7 +266,7 @@ def table(options: argparse.Namespace) -> None:
             if "offload" in row["arm"]:  # recomputed regions would lower the peak by more than the planned bytes
                 row["R"] = (keeps[0]["peak over base GiB"] - row["peak over base GiB"]) / row["planned GiB"]
             row["ratio to keep"] = row["ms"] / keep_ms
-    file = "single_gpu" if options.model == "qwen3-moe" else "single_gpu_gpt_oss"
+    file = "single_gpu" if options.model == "qwen3-moe" else f"single_gpu_{options.model.replace('-', '_')}"
     write(file, rows, batch=options.batch, sequence=options.sequence, layers=options.layers, steps=options.steps)
 
 
@@ -388,9 +421,9 @@ def pairs(options: argparse.Namespace) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--model", choices=("qwen3-moe", "gpt-oss"), default="qwen3-moe")
+    parser.add_argument("--model", choices=MODELS, default="qwen3-moe")
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--layers", type=int, default=0, help="default: 6, of gpt-oss 4")
+    parser.add_argument("--layers", type=int, default=0, help="default: 6, of gpt-oss 4, of mixtral 2")
     parser.add_argument("--batch", type=int, default=0, help="default: 4, of gpt-oss 2")
     parser.add_argument("--sequence", type=int, default=4096)
     parser.add_argument(
@@ -406,7 +439,7 @@ def main() -> None:
     parser.add_argument("--pairs", action="store_true", help="keep against offload, in turn")
     parser.add_argument("--rounds", type=int, default=5)
     options = parser.parse_args()
-    layers, batch = (4, 2) if options.model == "gpt-oss" else (6, 4)
+    layers, batch = MODELS[options.model]
     options.layers, options.batch = options.layers or layers, options.batch or batch
     run = check if options.check else pairs if options.pairs else against_stacks if options.stacks else table
     run(options)

@@ -248,6 +248,7 @@ def test_the_backward_writes_over_h_and_adds_up_downs_gradient_before_it_makes_g
     assert len(saved) == len(experts)
     assert calls == [(True, True)] * len(experts)
 
+
 def test_transformers_capture_and_router_hooks_get_the_outputs(tokens, no_codegen):
     model = build_tiny("qwen3_moe", router_aux_loss_coef=0.5)
     expected = loss_and_gradients(model, tokens, output_router_logits=True)

@@ -490,13 +490,9 @@ def consumable(h: Tensor | None) -> Tensor | None:
 
     Compiled code runs its backward once, or copies h by itself (`forebay.models.compile`).
     """
-    if (
-        not is_written_over(h)
-        or torch.compiler.is_compiling()
-        or not torch._C._autograd._get_current_graph_task_keep_graph()
-    ):
+    if h is None or not is_written_over(h) or torch.compiler.is_compiling():
         return h
-    return h.clone()
+    return h.clone() if torch._C._autograd._get_current_graph_task_keep_graph() else h
 
 
 def refuse_second_derivative() -> None:

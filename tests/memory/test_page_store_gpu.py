@@ -95,7 +95,7 @@ def graph_of(store: PageStore, live: Tensor, x: Tensor, out: Tensor, layers: int
 def test_a_graph_is_replayed_with_other_row_counts() -> None:
     store = new_store((40, 80), GPU, "auto")
     x, live, out = wide(32, GPU), count(5, GPU), torch.zeros(3, 32, 128, device=GPU)
-    ticket = put(store, (x, 5), (wide(3, GPU, 16), None))  # compiled
+    ticket = put(store, (x, 5), (wide(3, GPU, 16), 3))  # compiled
     restore(ticket.tables, [torch.empty_like(x), torch.empty(3, 16, device=GPU)])
     del ticket
     graph = graph_of(store, live, x, out, 3)

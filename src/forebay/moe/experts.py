@@ -131,7 +131,7 @@ def experts(
     has_backward = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in trained)
     at_once = deferred is None and (pages is None or not has_backward)
     saved_h = "fp8" if precision == "fp8" and compresses(gate_up.dtype, inner) else "exact"
-    rows = ids.numel() if max_rows is None else min(ids.numel(), max_rows)
+    rows = ids.numel() if max_rows is None else torch.sym_min(ids.numel(), max_rows)
     if not at_once or not gate_up.requires_grad or not has_backward:
         edge = None
     elif torch.compiler.is_compiling():

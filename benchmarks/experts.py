@@ -284,7 +284,8 @@ def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
 
 def against_sonic() -> None:
     """Rows of both for each shape, written as they come; one that fails says why."""
-    compiles = sonic.compile_ahead(SONIC_SHAPES.values())
+    for process in sonic.compile_ahead(SONIC_SHAPES.values()):
+        process.wait()
     table: list[dict] = []
     results: dict[str, tuple[torch.Tensor, ...]] = {}
     for arm in ("forebay", "sonicmoe"):
@@ -312,8 +313,6 @@ def against_sonic() -> None:
             print(row, flush=True)
             save("experts-sonic", table)
             del given, dy, trained
-        for process in compiles:
-            process.wait()
     rows = {(row["shape"], row["arm"]): row for row in table if "peak MiB" in row}
     for name in SONIC_SHAPES:
         if (own := rows.get((name, "forebay"))) and (other := rows.get((name, "sonicmoe"))):

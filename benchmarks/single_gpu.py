@@ -26,7 +26,6 @@ import argparse
 import functools
 import importlib.util
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -270,7 +269,7 @@ def table(options: argparse.Namespace) -> None:
     write(file, rows, batch=options.batch, sequence=options.sequence, layers=options.layers, steps=options.steps)
 
 
-def stack_arms(measured: list[dict[str, Any]], sonic_compiles: list[subprocess.Popen[bytes]]) -> Iterator[Arm]:
+def stack_arms(measured: list[dict[str, Any]], with_sonic: bool) -> Iterator[Arm]:
     """The arms of ``--stacks``. Those of Forebay's `auto` take their budgets from the rows `measured` until then."""
 
     def given(chosen: tuple[stacks.Stack, ...]) -> list[Arm]:
@@ -279,9 +278,7 @@ def stack_arms(measured: list[dict[str, Any]], sonic_compiles: list[subprocess.P
     yield from given(stacks.BEFORE_SONIC)
     yield ("forebay keep", lambda m: managed(m, policy="keep"), False)
     yield ("forebay offload", lambda m: managed(m, policy="offload"), False)
-    for process in sonic_compiles:
-        process.wait()
-    if sonic_compiles:
+    if with_sonic:
         yield from given(stacks.WITH_SONIC)
     others = [row for row in measured if "ms" in row and not row["arm"].startswith("forebay")]
     fastest = min(others, key=lambda row: row["ms"])["peak over base GiB"]
@@ -292,7 +289,7 @@ def stack_arms(measured: list[dict[str, Any]], sonic_compiles: list[subprocess.P
             lambda m, b=budget: managed(m, policy="auto", budget=int(b * GIB)),
             False,
         )
-    if sonic_compiles:
+    if with_sonic:
         yield from given(stacks.COMPILED)
 
 
@@ -322,7 +319,9 @@ def against_stacks(options: argparse.Namespace) -> None:
         print("sonic-moe and quack-kernels are not installed; their arms are left out")
     sizes = {"batch": options.batch, "sequence": options.sequence, "layers": options.layers, "steps": options.steps}
     rows: list[dict[str, Any]] = []
-    for arm in stack_arms(rows, compiles):
+    for process in compiles:  # beside the arms they would slow their launches
+        process.wait()
+    for arm in stack_arms(rows, bool(compiles)):
         rows.append(attempt(arm, options))
         save("single_gpu_stacks", compared(rows), **sizes)
     write("single_gpu_stacks", compared(rows), **sizes)

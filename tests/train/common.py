@@ -1,4 +1,4 @@
-"""Shared by tests of the trainer and by their ranks: tiny models, one configuration, digests, and a launcher of GPU scripts."""
+"""Shared by tests of the trainer and by their ranks: tiny models, one configuration, digests, and scripts for GPUs."""
 
 import hashlib
 import io
@@ -6,10 +6,13 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from rich.console import Console
 
 from forebay.config import Config, from_mapping
@@ -74,6 +77,18 @@ GPU_SIZES: dict[str, Any] = {
     "head_dim": 64,
     "moe_intermediate_size": 128,
     "num_experts_per_tok": 2,
+}
+# With attention's dropout, which draws random numbers; by family. The second one balances by a router bias.
+GPU_FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {**GPU_SIZES, "attention_dropout": 0.1, "num_experts": 8, "router_aux_loss_coef": 0.01},
+    "glm4_moe": {
+        **GPU_SIZES,
+        "attention_dropout": 0.1,
+        "n_routed_experts": 8,
+        "intermediate_size": 256,
+        "first_k_dense_replace": 1,
+        "n_shared_experts": 1,
+    },
 }
 
 
@@ -176,6 +191,43 @@ def torchrun(script: str, processes: int, *arguments: str, seconds: float = 400)
         [*command, script, *arguments], env=environment, capture_output=True, text=True, timeout=seconds
     )
     assert done.returncode == 0, done.stderr[-6000:]
+
+
+@contextmanager
+def script_rank(device: str) -> Iterator[None]:
+    """A process that `torchrun` started: its GPU, and one process group for all runs of a script; each would make its own."""
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["RANK"]))
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    dist.destroy_process_group()
+
+
+Steps = list[tuple[torch.Tensor, dict[str, torch.Tensor]]]
+
+
+def gradients_of_steps(trainer: Any, steps: int) -> Steps:
+    """By step, the losses of all processes and this one's whole gradients, on the CPU; parameters stay as they are."""
+    found = []
+    for number in range(1, steps + 1):
+        losses = trainer.mesh.sum(torch.stack(trainer.gradients(number)))
+        found.append((losses.cpu(), {n: whole(p.grad).cpu() for n, p in trainer.model.named_parameters()}))
+        trainer.optimizer.zero_grad(set_to_none=True)
+    return found
+
+
+def assert_same_steps(found: Steps, wanted: Steps, where: str) -> None:
+    for step, ((losses, grads), (true_losses, true)) in enumerate(zip(found, wanted, strict=True), 1):
+        assert torch.equal(losses, true_losses) and not differing(grads, true), f"{where}, step {step}"
+
+
+def assert_near_steps(found: Steps, wanted: Steps, where: str) -> None:
+    """The gradients found are some of those wanted, to what products in fp32 on a GPU, summed in another order, differ by."""
+    for (losses, grads), (true_losses, true) in zip(found, wanted, strict=True):
+        assert torch.allclose(losses, true_losses, rtol=1e-5), where
+        for name, grad in grads.items():
+            assert (grad - true[name]).norm() <= 1e-4 * true[name].norm(), f"{where} {name}"
 
 
 def train_command(config: Path, *overrides: str) -> list[str]:

@@ -4,28 +4,23 @@ The file is a script too: `torchrun --nproc-per-node 2 test_capacity_retry_gpu.p
 rank's parameters, optimizer, losses and which steps ran twice in FOLDER. On a CPU it uses gloo, where nothing is left out.
 """
 
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from tests.train.common import GPU_SIZES, config, differing, state_of, torchrun, write_text
+from tests.train.common import GPU_FAMILIES, config, differing, script_rank, state_of, torchrun, write_text
 
 STEPS = 4
-SIZES = {**GPU_SIZES, "attention_dropout": 0.1}
-QWEN = {**SIZES, "num_experts": 8, "router_aux_loss_coef": 0.01}
-GLM = {**SIZES, "n_routed_experts": 8, "intermediate_size": 256, "first_k_dense_replace": 1, "n_shared_experts": 1}
 # With 512 tokens, 2 experts each and a factor of 1 there is room for 1024 rows: any routing that is not even exceeds it.
 CASES: dict[str, dict[str, Any]] = {
     f"{family}{' overlapped' if overlap else ''}": {
         "model": {"family": family, "config": sizes, "dtype": "float32"},
         "parallel": {"ep": 2, "overlap": overlap},
     }
-    for family, sizes in (("qwen3_moe", QWEN), ("glm4_moe", GLM))
+    for family, sizes in GPU_FAMILIES.items()
     for overlap in (False, True)
 }
 FACTORS = (0.0, 1.0, 2.0)  # exact sizes; too little; enough for anything
@@ -35,12 +30,6 @@ def run(device: str, folder: Path) -> None:
     from forebay.train.distributed import Mesh
     from forebay.train.trainer import Trainer
 
-    rank = int(os.environ["RANK"])
-    if device == "cuda":
-        torch.cuda.set_device(rank)
-    # One group for all cases: a run of its own would make one.
-    dist.init_process_group("nccl" if device == "cuda" else "gloo")
-    torch.use_deterministic_algorithms(True, warn_only=True)
     train = {"batch": 4, "microbatch": 1, "sequence": 512, "steps": STEPS, "router_bias_rate": 0.01}
     for name, sections in CASES.items():
         for factor in FACTORS:
@@ -56,9 +45,9 @@ def run(device: str, folder: Path) -> None:
                 enough = trainer.enough_capacity()
             figures = [(r.cross_entropy_loss, r.load_balance_loss, r.gradient_norm) for r in records]
             torch.save(
-                (state, figures, [r.retry is not None for r in records], enough), folder / f"{name} {factor}-{rank}.pt"
+                (state, figures, [r.retry is not None for r in records], enough),
+                folder / f"{name} {factor}-{mesh.rank}.pt",
             )
-    dist.destroy_process_group()
 
 
 @pytest.mark.gpu
@@ -92,4 +81,5 @@ def test_generators_of_a_gpu() -> None:
 
 
 if __name__ == "__main__":
-    run(sys.argv[1], Path(sys.argv[2]))
+    with script_rank(sys.argv[1]):
+        run(sys.argv[1], Path(sys.argv[2]))

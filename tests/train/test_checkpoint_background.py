@@ -15,6 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from forebay.cli import main
+from forebay.config import Config
 from forebay.errors import Interrupted, Preempted
 from forebay.train import checkpoint, restore, staging
 from forebay.train.checkpoint import Checkpoints, SavedCheckpoint
@@ -42,12 +43,11 @@ class Gate:
         self._open.set()
 
 
-def saved_while_training(rank: int, world: int, folder: str, **parallel: Any) -> list[str]:
+def saved_while_training(world: int, settings: Config) -> list[str]:
     """What differs between the state at the start of a save and its checkpoint, when two steps ran meanwhile; twice."""
-    settings = config(folder, train={"microbatch": 2}, parallel=parallel)
     differ = []
     with Mesh.open(settings, ALONE if world == 1 else None) as mesh, Trainer(settings, mesh) as trainer:
-        store = Checkpoints(Path(folder) / "checkpoints", keep=1)
+        store = Checkpoints(Path(settings.log.folder) / "checkpoints", keep=1)
         for first in (1, 4):
             trainer.step(first)
             before, draws = state_of(trainer), torch.get_rng_state()
@@ -72,15 +72,15 @@ def saved_while_training(rank: int, world: int, folder: str, **parallel: Any) ->
 
 
 def test_a_checkpoint_is_the_state_at_its_start(tmp_path: Path) -> None:
-    assert saved_while_training(0, 1, write_text(tmp_path)) == []
+    assert saved_while_training(1, config(write_text(tmp_path), train={"microbatch": 2})) == []
 
 
 def saved_by_a_pipeline(rank: int, world: int, folder: str) -> list[str]:
-    return saved_while_training(rank, world, folder, pp=2, schedule="1f1b")
+    return saved_while_training(world, config(folder, train={"microbatch": 2}, parallel={"pp": 2, "schedule": "1f1b"}))
 
 
 def saved_by_experts(rank: int, world: int, folder: str) -> list[str]:
-    return saved_while_training(rank, world, folder, ep=2)
+    return saved_while_training(world, config(folder, train={"microbatch": 2}, parallel={"ep": 2}))
 
 
 @pytest.mark.parametrize("of_rank", [saved_by_experts, saved_by_a_pipeline])

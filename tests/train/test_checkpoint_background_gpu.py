@@ -6,14 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from forebay.train import restore
-from forebay.train.checkpoint import Checkpoints
-from forebay.train.distributed import ALONE, Mesh
 from forebay.train.staging import HostCopies
-from forebay.train.trainer import Trainer
-from tests.train.common import GPU_SIZES, config, differing, state_of, torchrun, write_text
-
-SIZES = {**GPU_SIZES, "num_experts": 8}
+from tests.train.common import GPU_SIZES, config, torchrun, write_text
+from tests.train.test_checkpoint_background import saved_while_training
 
 
 @pytest.mark.gpu
@@ -37,35 +32,22 @@ def test_copies_are_page_locked_and_used_again() -> None:
     copies.free()
 
 
-def trained(folder: Path, number: int, **parallel: object) -> None:
-    """Save in the background while two steps run, load it, and compare; twice."""
+def differs(folder: Path, world: int, **parallel: object) -> list[str]:
     settings = config(
         folder,
-        SIZES,
+        {**GPU_SIZES, "num_experts": 8},
         train={"steps": 10, "batch": 8, "sequence": 128},
         model={"dtype": "float32", "compute": "bfloat16"},
         device={"type": "cuda"},
         parallel=parallel,
     )
-    with Mesh.open(settings, ALONE if number == 1 else None) as mesh, Trainer(settings, mesh) as trainer:
-        store = Checkpoints(folder / f"of-{number}", keep=1)
-        for first in (1, 4):
-            trainer.step(first)
-            before = state_of(trainer)
-            assert store.start(first, trainer.model, trainer.optimizer, {}, background=True)
-            trainer.step(first + 1)
-            trainer.step(first + 2)
-            saved = store.wait()
-            assert saved is not None and len(differing(before, state_of(trainer))) > 5
-            restore.load(saved.path, trainer.model, trainer.optimizer)
-            assert differing(before, state_of(trainer)) == []
-        assert store.close() is None
+    return saved_while_training(world, settings)
 
 
 @pytest.mark.gpu
 def test_a_checkpoint_is_the_state_at_its_start(tmp_path: Path) -> None:
     write_text(tmp_path)
-    trained(tmp_path, 1)
+    assert differs(tmp_path, 1) == []
 
 
 @pytest.mark.multi
@@ -76,4 +58,4 @@ def test_of_two_gpus(tmp_path: Path) -> None:
 
 
 if __name__ == "__main__":
-    trained(Path(sys.argv[1]), 2, ep=2)
+    assert differs(Path(sys.argv[1]), 2, ep=2) == []

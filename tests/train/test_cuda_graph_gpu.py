@@ -4,32 +4,17 @@ The file is a script too: `torchrun --nproc-per-node 2 test_cuda_graph_gpu.py FO
 parameters, optimizer and losses in FOLDER.
 """
 
-import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from tests.train.common import GPU_SIZES, config, differing, state_of, torchrun, write_text
+from tests.train.common import GPU_FAMILIES, config, differing, script_rank, state_of, torchrun, write_text
 
 STEPS = 7
-SIZES = {**GPU_SIZES, "attention_dropout": 0.1}
-FAMILIES = {
-    "qwen3_moe": {**SIZES, "num_experts": 8, "router_aux_loss_coef": 0.01},
-    "glm4_moe": {
-        **SIZES,
-        "n_routed_experts": 8,
-        "intermediate_size": 256,
-        "first_k_dense_replace": 1,
-        "n_shared_experts": 1,
-    },
-}
 PARALLEL = {"ep": 2, "overlap": True, "reshard": False, "dispatch": "symmetric"}
-
-
 STASH = {"policy": {"*.mlp.experts": "stash"}}
 # Name -> (capacity factor, [memory]). A factor of 1 is too little for any routing that is not even: each step runs twice.
 RUNS: dict[str, tuple[float, dict[str, Any]]] = {
@@ -48,12 +33,7 @@ def run(folder: Path) -> None:
     from forebay.train.distributed import Mesh
     from forebay.train.trainer import Trainer
 
-    rank = int(os.environ["RANK"])
-    torch.cuda.set_device(rank)
-    # One group for all cases: a run of its own would make one.
-    dist.init_process_group("nccl", device_id=torch.device("cuda", rank))
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    for family, sizes in FAMILIES.items():
+    for family, sizes in GPU_FAMILIES.items():
         for name, (factor, memory) in RUNS.items():
             settings = config(
                 folder,
@@ -75,8 +55,7 @@ def run(folder: Path) -> None:
                 spilled = pages is not None and pages.host_pages > 0
             figures = [(r.cross_entropy_loss, r.load_balance_loss, r.gradient_norm) for r in records]
             retried = [r.retry is not None for r in records]
-            torch.save((state, figures, retried, captured, spilled), folder / f"{family} {name}-{rank}.pt")
-    dist.destroy_process_group()
+            torch.save((state, figures, retried, captured, spilled), folder / f"{family} {name}-{mesh.rank}.pt")
 
 
 def without_synchronization(trainer: Any) -> None:
@@ -99,7 +78,7 @@ def without_synchronization(trainer: Any) -> None:
 @pytest.mark.multi
 def test_graph_and_pages_change_no_bit(tmp_path: Path) -> None:
     torchrun(__file__, 2, write_text(tmp_path, 2000))
-    for family in FAMILIES:
+    for family in GPU_FAMILIES:
         for rank in range(2):
             of = {name: torch.load(tmp_path / f"{family} {name}-{rank}.pt") for name in RUNS}
             for name, (state, figures, retried, captured, spilled) in of.items():
@@ -111,10 +90,6 @@ def test_graph_and_pages_change_no_bit(tmp_path: Path) -> None:
                     # A step that runs again releases its graph.
                     assert captured == (name != "graph, over", None), where
                 assert spilled or "few" not in name, where
-
-
-if __name__ == "__main__":
-    run(Path(sys.argv[1]))
 
 
 @pytest.mark.gpu
@@ -174,3 +149,8 @@ def test_a_graph_that_is_released_takes_nothing_from_another_one() -> None:
     torch.cuda.synchronize()
     assert all((t == 7).all() for t in taken)
     steps[0].release()
+
+
+if __name__ == "__main__":
+    with script_rank("cuda"):
+        run(Path(sys.argv[1]))

@@ -11,9 +11,17 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from tests.train.common import GPU_SIZES, config, torchrun, whole, write_text
+from tests.train.common import (
+    GPU_SIZES,
+    assert_near_steps,
+    assert_same_steps,
+    config,
+    gradients_of_steps,
+    script_rank,
+    torchrun,
+    write_text,
+)
 
 SCHEDULES = ("1f1b", "interleaved-1f1b", "zbv", "dualpipev")
 STEPS = 12  # the measuring ones, those that time the plan again, and some more
@@ -52,12 +60,7 @@ def run(device: str, folder: Path) -> None:
     from forebay.train.distributed import Mesh
     from forebay.train.trainer import Trainer
 
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if device == "cuda":
-        torch.cuda.set_device(rank)
-    # One group for all cases: a run of its own would make one.
-    dist.init_process_group("nccl" if device == "cuda" else "gloo")
-    torch.use_deterministic_algorithms(True, warn_only=True)
+    world = int(os.environ["WORLD_SIZE"])
     for name, sections in cases(world).items():
         settings = config(
             folder,
@@ -66,18 +69,13 @@ def run(device: str, folder: Path) -> None:
             device={"type": device, "threads": 0},
             **sections,
         )
-        found = []
         with Mesh.open(settings) as mesh, Trainer(settings, mesh) as trainer:
-            for number in range(1, (BF16_STEPS if "bf16" in name else STEPS) + 1):
-                losses = mesh.sum(torch.stack(trainer.gradients(number)))
-                found.append((losses.cpu(), {n: whole(p.grad).cpu() for n, p in trainer.model.named_parameters()}))
-                trainer.optimizer.zero_grad(set_to_none=True)
+            found = gradients_of_steps(trainer, BF16_STEPS if "bf16" in name else STEPS)
             engine = trainer.pipeline if world > 1 else None
             ran = engine is None or tuple(engine.ran) == engine.plan.actions[mesh.pp_rank]
             if trainer.cuda_graph is not None:
                 assert trainer.cuda_graph.is_captured, f"{name}: {trainer.cuda_graph.eager_reason}"
-        torch.save((found, ran), folder / f"{name}-{rank}.pt")
-    dist.destroy_process_group()
+        torch.save((found, ran), folder / f"{name}-{mesh.rank}.pt")
 
 
 @pytest.mark.gpu
@@ -96,17 +94,11 @@ def test_pipelines_through_nccl(tmp_path: Path) -> None:
                 ("bf16", "bf16 keep in a graph"),
                 ("bf16", "bf16 offload in a graph"),
             ):
-                pair = (torch.load(tmp_path / f"{schedule} {name}-{rank}.pt")[0] for name in (one, other))
-                for step, ((losses, grads), (same_losses, same)) in enumerate(zip(*pair, strict=True), 1):
-                    assert torch.equal(losses, same_losses), f"{schedule}, {other}, step {step}"
-                    for name, grad in grads.items():
-                        assert torch.equal(grad, same[name]), f"{schedule}, {other}, step {step}: {name} is not {one}'s"
-            for (losses, grads), (true_losses, true) in zip(keep, wanted, strict=True):
-                assert torch.allclose(losses, true_losses, rtol=1e-5), schedule
-                for name, grad in grads.items():
-                    # Products in fp32 on a GPU, summed in another order where the router's loss is made stage by stage.
-                    assert (grad - true[name]).norm() <= 1e-4 * true[name].norm(), f"{schedule} {name}"
+                steps, same = (torch.load(tmp_path / f"{schedule} {name}-{rank}.pt")[0] for name in (one, other))
+                assert_same_steps(same, steps, f"{schedule}, {other}, rank {rank}")
+            assert_near_steps(keep, wanted, schedule)  # the router's loss is made stage by stage
 
 
 if __name__ == "__main__":
-    run(sys.argv[1], Path(sys.argv[2]))
+    with script_rank(sys.argv[1]):
+        run(sys.argv[1], Path(sys.argv[2]))

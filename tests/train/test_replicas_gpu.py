@@ -11,9 +11,19 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from tests.train.common import GPU_SIZES, config, differing, state_of, torchrun, whole, write_text
+from tests.train.common import (
+    GPU_SIZES,
+    assert_near_steps,
+    assert_same_steps,
+    config,
+    differing,
+    gradients_of_steps,
+    script_rank,
+    state_of,
+    torchrun,
+    write_text,
+)
 
 STEPS = 4  # gradients of the same parameters, then as many of their updates; a graph is captured by then
 SIZES = {**GPU_SIZES, "num_hidden_layers": 4, "num_experts": 8, "router_aux_loss_coef": 0.01}
@@ -36,18 +46,12 @@ IN_A_GRAPH = {1: {}, 2: {"graph, alone": OVERLAP}, 4: {"graph, pipelines": PIPEL
 
 def run(device: str, folder: Path) -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if device == "cuda":
-        torch.cuda.set_device(rank)
-    # One group for all cases: a run of its own would make one.
-    dist.init_process_group("nccl" if device == "cuda" else "gloo")
-    torch.use_deterministic_algorithms(True, warn_only=True)
     for name, parallel in IN_FP32[world].items():
         torch.save(results(device, folder, parallel, "", graph=False), folder / f"{name}-{rank}.pt")
     for name, parallel in IN_A_GRAPH[world].items():
         for graph in (False, True):
             found = results(device, folder, parallel, "bfloat16", graph)
             torch.save(found, folder / f"{name}, {graph}-{rank}.pt")
-    dist.destroy_process_group()
 
 
 def results(device: str, folder: Path, parallel: dict[str, Any], compute: str, graph: bool) -> Any:
@@ -63,12 +67,8 @@ def results(device: str, folder: Path, parallel: dict[str, Any], compute: str, g
         memory={"graph": graph},
         device={"type": device, "threads": 0},
     )
-    found = []
     with Mesh.open(settings) as mesh, Trainer(settings, mesh) as trainer:
-        for number in range(1, STEPS + 1):
-            losses = mesh.sum(torch.stack(trainer.gradients(number)))
-            found.append((losses.cpu(), {n: whole(p.grad).cpu() for n, p in trainer.model.named_parameters()}))
-            trainer.optimizer.zero_grad(set_to_none=True)
+        found = gradients_of_steps(trainer, STEPS)
         if trainer.cuda_graph is not None:
             assert trainer.cuda_graph.is_captured, trainer.cuda_graph.eager_reason
         norms = [trainer.step(number).gradient_norm for number in range(1, STEPS + 1)]
@@ -93,10 +93,7 @@ def check(folder: Path, world: int) -> None:
         ranks = [torch.load(folder / f"{case}-{rank}.pt") for rank in range(world)]
         for found, its_norms, _ in ranks:
             assert its_norms[0] == pytest.approx(norms[0], rel=1e-4), case
-            for (losses, grads), (true_losses, true) in zip(found, wanted, strict=True):
-                assert torch.allclose(losses, true_losses, rtol=1e-5), case
-                for name, grad in grads.items():  # products in fp32 on a GPU, summed in another order
-                    assert (grad - true[name]).norm() <= 1e-4 * true[name].norm(), f"{case} {name}"
+            assert_near_steps(found, wanted, case)
         check_equal(case, ranks)
     for case in IN_A_GRAPH[world]:
         called, replayed = (
@@ -104,8 +101,7 @@ def check(folder: Path, world: int) -> None:
         )
         for (found, _, state), (same, _, its_state) in zip(called, replayed, strict=True):
             assert not differing(its_state, state), case
-            for (losses, grads), (its_losses, its_grads) in zip(found, same, strict=True):
-                assert torch.equal(losses, its_losses) and not differing(its_grads, grads), case
+            assert_same_steps(same, found, case)
         check_equal(case, replayed)
 
 
@@ -117,4 +113,5 @@ def check_equal(case: str, ranks: list[Any]) -> None:
 
 
 if __name__ == "__main__":
-    run(sys.argv[1], Path(sys.argv[2]))
+    with script_rank(sys.argv[1]):
+        run(sys.argv[1], Path(sys.argv[2]))

@@ -411,6 +411,13 @@ def test_a_forward_in_which_no_region_ran_warns_once(model, tokens):
             model(tokens, labels=tokens)
 
 
+@pytest.mark.parametrize("policy", [{"": "offload"}, {"model": "recompute"}], ids=str)
+def test_regions_around_the_base_model_do_run(policy, model, tokens):
+    with no_warnings(), forebay.manage(model, policy):
+        for _ in range(2):
+            model(tokens, labels=tokens).loss.backward()
+
+
 def test_a_model_inside_a_module_of_the_users(model, tokens):
     class Task(nn.ModuleDict):
         def forward(self, **batch):

@@ -544,20 +544,21 @@ def _watch_base_model(model: nn.Module, sites: Mapping[str, CallSite], manager: 
     Not the whole model's forward: others replace that by one that calls the base model and a head of their own (TRL).
     """
     warned = False
+    seen = 0  # calls when the last forward ended: a region around the base model is called before its forward begins
 
     def around(inner: InnerForward) -> ForwardFn:
         def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-            nonlocal warned
+            nonlocal warned, seen
             device = next((p.device for p in self.parameters()), None)
             if device is not None:
                 manager.forward_begins(device)
-            before = 0 if warned else _calls(sites)
             try:
                 out = inner(*args, **kwargs)
             except BaseException:
                 manager.forward_failed()
                 raise
-            if not warned and sites and torch.is_grad_enabled() and _calls(sites) == before:
+            before, seen = seen, 0 if warned else _calls(sites)
+            if not warned and sites and torch.is_grad_enabled() and seen == before:
                 warned = True
                 warnings.warn(
                     f"forebay.manage: a forward of {type(self).__name__} ran with gradients enabled and called none of its "

@@ -237,6 +237,19 @@ def head_with_bias(model: Any) -> Any:
     return model
 
 
+@pytest.mark.parametrize("family", ["qwen3_moe", "granitemoe"])
+def test_removed_within_a_forward(family: str) -> None:
+    """As by a callback or an exception handler inside of it: the rest of that forward computes the model's own loss."""
+    model = build_tiny(family)
+    want, want_grads = run(model, **batch())
+    model.model.norm.register_forward_hook(lambda *_: remove())
+    remove = install_fused_loss(model)
+    got, grads = run(model, **batch())
+    torch.testing.assert_close(got.loss, want.loss)
+    for name, grad in want_grads.items():
+        torch.testing.assert_close(grads[name], grad, msg=lambda m, name=name: f"{name}: {m}")
+
+
 def test_a_loss_function_that_is_set_later_is_called() -> None:
     model = build_tiny("qwen3")
     remove = install_fused_loss(model)

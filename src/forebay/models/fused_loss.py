@@ -124,6 +124,8 @@ def _change_of(model: Any, head: nn.Module) -> str | None:
 
 def _loss_of_hidden(head: Any, logits: Tensor, labels: Tensor, vocab_size: Any = None, **options: Any) -> Tensor:
     """Takes the place of a family's ``loss_function`` where `logits` are the hidden states before the head."""
+    if not is_managed(head):  # the override was removed since this forward began
+        return ForCausalLMLoss(head(logits), labels, vocab_size, **options)
     return head_loss(head, logits, labels, **options)
 
 

@@ -318,6 +318,8 @@ PLAN, TRAIN = ["plan", "{folder}/config.toml"], ["train", "{folder}/config.toml"
         (["plan", "{folder}"], [], ["has no config.json"]),
         (["train", "quickstrat"], [], ["'quickstart'"]),
         (TRAIN, [f"--set=train.seed={2**64}"], ["train.seed", "too large"]),
+        (TRAIN, [f"--set=log.folder={'x' * 300}"], ["'xxx", "is no path: File name too long"]),
+        (["plan", "x" * 300], [], ["'xxx", "is no path: File name too long"]),
         (TRAIN, ["--set=train.stpes=3"], ["'stpes'", "[train]", "nearest valid key is 'steps'"]),
         (TRAIN, ['--set=memory.policy={"*.no" = "offload"}'], ["'*.no' matches no module", "nearest paths"]),
         (

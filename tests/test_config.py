@@ -144,6 +144,10 @@ def test_overrides(tmp_path: Path) -> None:
             PIPELINE | {"memory": {"policy": "recompute", "recompute": "save-dispatch"}},
             ["recompute = 'light'", "'save-dispatch'"],
         ),
+        (with_key("log", folder="runs/a\0b"), ["log.folder", "'runs/a\\x00b'", "a NUL character"]),
+        (with_key("data", source="text", path=["a", "\0"]), ["data.path", "a NUL character"]),
+        (with_key("parallel", timeout=10**14), ["parallel.timeout", "at most 1000000000"]),
+        (with_key("device", threads=100_000), ["device.threads = 100000", "at most 1024"]),
         (with_key("log", timeline=-1), ["log.timeline = -1", "at least 0"]),
         (with_key("log", timeline=3), ["log.timeline = 3", "parallel.pp is 1", "leave log.timeline out"]),
         (
@@ -165,6 +169,7 @@ def test_mistakes_are_named(raw: dict[str, Any], said: list[str]) -> None:
         ("train.steps", "write section.key=value"),
         ("steps=3", "write section.key=value"),
         ("train.steps.more=3", "not a table"),
+        (f"train.steps={'[' * 9000}", "a whole number"),
         ("train.stepz=3", "nearest valid key is 'steps'"),
     ],
 )
@@ -180,6 +185,10 @@ def test_unknown_preset_and_broken_toml(tmp_path: Path) -> None:
     file.write_text("[train\n")
     with pytest.raises(UsageError, match=r"bad\.toml is not valid TOML.*line 1"):
         load(str(file))
+    for deep in ("[" * 9000 + "]" * 9000, "1" * 5000):
+        file.write_text(f"steps = {deep}")
+        with pytest.raises(UsageError, match=r"bad\.toml is not valid TOML"):
+            load(str(file))
     file.write_bytes(b"\xff\xfe")
     with pytest.raises(UsageError, match="cannot be read"):
         load(str(file))

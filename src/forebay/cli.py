@@ -7,6 +7,7 @@ imported only by the commands that need it, so that ``--help`` is quick.
 
 import argparse
 import atexit
+import errno
 import gc
 import json
 import os
@@ -58,6 +59,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return RunError.exit_code
     except Exception as error:
+        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:  # whatever is given as a path
+            named = UsageError(f"{error.filename!r} is no path: {error.strerror}")
+            return _fail(named, UsageError.exit_code, options.debug, error)
         if options.debug:
             raise
         sentence = f"{type(error).__name__}: {error}; this is unexpected, --debug shows where it happened"

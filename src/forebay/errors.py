@@ -1,7 +1,8 @@
 """The failures that the command line prints as one sentence, the exit code of each, and words of such sentences."""
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 
 class ForebayError(Exception):
@@ -75,6 +76,18 @@ def exit_code_of(error: BaseException) -> int:
     if isinstance(error, MemoryError):
         return DoesNotFit.exit_code
     return getattr(error, "exit_code", RunError.exit_code)
+
+
+def parsed(parse: Callable[..., Any], text: str | bytes) -> Any:
+    """``parse(text)`` for the parsers of JSON, TOML and YAML, which recurse.
+
+    Raises:
+        ValueError: the text is nested too deeply for them, or what `parse` raises.
+    """
+    try:
+        return parse(text)
+    except RecursionError:
+        raise ValueError("its values are nested too deeply") from None
 
 
 def first_line(error: BaseException) -> str:

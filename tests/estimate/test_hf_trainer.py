@@ -115,6 +115,7 @@ def test_arguments_are_those_of_the_trainer_by_name_or_from_files(tmp_path: Path
         (["gradient_checkpointing_kwargs={every_n_layers: 2}"], "every_n_layers is not counted"),
         (["activation_checkpointing_kwargs={every_n_layers: 2}"], "every_n_layers is not counted"),
         (["fsdp_config={"], "--hf fsdp_config cannot be read"),
+        (["fsdp_config=" + "[" * 9000], "--hf fsdp_config cannot be read: its values are nested too deeply"),
         (["fsdp_config=3"], "--hf fsdp_config must be a table"),
         (["nowhere.json"], "neither NAME=VALUE nor a JSON or YAML file"),
     ],

@@ -5,6 +5,7 @@ import itertools
 import sys
 import warnings
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -374,6 +375,7 @@ def test_backends_by_name(backends: None) -> None:
         made = make("symmetric", capacity_factor=factor)
         assert type(made).__name__ == "SymmetricDispatcher" and made.num_experts == E
         assert made.options == {**shapes, "capacity_factor": factor}
+    assert make("symmetric", timeout=timedelta(seconds=7)).options["timeout_s"] == 7.0
 
 
 @pytest.mark.parametrize(

@@ -168,6 +168,9 @@ def test_shards_of_another_tokenizer(tmp_path: Path, many: DataSource) -> None:
         UsageError, match=r"holds no shards: it has no index\.json; write them with forebay data CONFIG"
     ):
         load_corpus(DataSource("shards", str(tmp_path)), Data(), BYTES)
+    (file := tmp_path / "a.txt").write_text("a")
+    with pytest.raises(UsageError, match=r"a\.txt is no folder; shards are one, which forebay data CONFIG OUT writes"):
+        load_corpus(DataSource("shards", str(file)), Data(), BYTES)
 
 
 def damaged(folder: Path, name: str, change: str) -> None:

@@ -103,6 +103,12 @@ def test_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ("text", bytes(range(1, 32)) * 9, "bytes", "binary (control characters"),
         ("text", b"good\nbad \xff\n", "folder", "not UTF-8 text (byte 0xff at offset 9)"),
         ("jsonl", b'{"text": "x"}\n{"text"\n', "bytes", "line 2: not a JSON object"),
+        (
+            "jsonl",
+            b'{"text": ' + b"[" * 99_000,
+            "bytes",
+            "line 1: not a JSON object (its values are nested too deeply)",
+        ),
         ("jsonl", b'{"body": "x"}\n', "bytes", "line 1: no text in field 'text'; the record has 'body'"),
         ("jsonl", b"[1]\n", "bytes", "line 1: no text in field 'text'"),
         ("jsonl", b'{"text": ["x"]}\n', "bytes", "line 1: field 'text' holds ['x'], not text"),

@@ -17,7 +17,7 @@ from typing import Any
 
 from forebay.config.checks import check
 from forebay.config.sections import Config
-from forebay.errors import UsageError, nearest
+from forebay.errors import UsageError, nearest, parsed
 
 
 def presets() -> dict[str, str]:
@@ -48,8 +48,8 @@ def load(source: str, overrides: Iterable[str] = ()) -> Config:
             )
         text = named[source]
     try:
-        raw = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+        raw = parsed(tomllib.loads, text)
+    except ValueError as error:
         raise UsageError(f"{source} is not valid TOML: {error}") from error
     for override in overrides:
         apply_override(raw, override)
@@ -104,8 +104,8 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
 def _parse_value(text: str) -> Any:
     """The value of a ``--set``: parsed as TOML (``3``, ``true``, ``[1, 2]``, ``"x"``) if possible, else the text itself."""
     try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        return parsed(tomllib.loads, f"value = {text}")["value"]
+    except ValueError:
         return text.strip()
 
 
@@ -128,6 +128,8 @@ def build_section(section: Any, name: str, values: Mapping[str, Any]) -> Any:
 
 
 def _check_limits(where: str, value: Any, limits: Mapping[str, Any], hint: Any) -> None:
+    if any(isinstance(text, str) and "\0" in text for text in (value if isinstance(value, tuple) else [value])):
+        raise UsageError(f"{where} = {value!r} has a NUL character, which no path, name or URL can have")
     choices, low, high = limits.get("choices"), limits.get("low"), limits.get("high")
     if isinstance(value, str) and choices and value not in choices:
         beside = [_SINGULAR[kind] for kind in typing.get_args(hint) if kind in (bool, int, float)]

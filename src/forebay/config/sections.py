@@ -211,7 +211,7 @@ class Parallel:
         choices=(AUTO,),
         low=0.0,
     )
-    timeout: int = key(600, "Seconds that a process waits for the others before it gives up.", low=1)
+    timeout: int = key(600, "Seconds that a process waits for the others before it gives up.", low=1, high=10**9)
     reshard: bool | str = key(
         AUTO,
         "Free all-gathered weights after each use; false keeps them until the end of the step. 'auto' follows memory.graph.",
@@ -284,7 +284,8 @@ class Device:
     """[device]: where the model lives."""
 
     type: str = key("auto", "'auto' is cuda where there is one.", choices=("auto", "cpu", "cuda"))
-    threads: int = key(0, "CPU threads; 0 leaves torch's default.", low=0)
+    # Torch starts all of them: 100,000 take minutes and all memory, and no host has 1024 CPUs.
+    threads: int = key(0, "CPU threads; 0 leaves torch's default.", low=0, high=1024)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+from forebay.errors import parsed
 from forebay.memory.timeline import DUPLEX_RATE_SHARE
 
 DEFAULT = "h200"
@@ -144,8 +145,8 @@ def load(source: str) -> DeviceProfile:
             "and any file that 'forebay doctor --save-profile FILE' wrote"
         )
     try:
-        raw = json.loads(path.read_text("utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raw = parsed(json.loads, path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
         raise ValueError(f"device profile {source} cannot be read as JSON: {error}") from error
     return of_dict(raw, source)
 

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from forebay.config import Config, apply_override, build_section, from_mapping, key
-from forebay.errors import UsageError, nearest
+from forebay.errors import UsageError, nearest, parsed
 from forebay.estimate.device import DeviceProfile
 from forebay.estimate.fit import ALLOWANCE
 from forebay.estimate.layers import plan_layers
@@ -144,7 +144,7 @@ def _parsed(text: str, name: str, is_json: bool = False) -> Any:
     import yaml  # a requirement of transformers
 
     try:
-        return json.loads(text) if is_json else yaml.safe_load(text)
+        return parsed(json.loads if is_json else yaml.safe_load, text)
     except (ValueError, yaml.YAMLError) as error:
         raise UsageError(f"{name} cannot be read: {' '.join(str(error).split())}") from error
 

@@ -50,7 +50,8 @@ def make_dispatcher(
         hidden, slots_per_token, dtype: H, K, and the rows' dtype.
         capacity_factor: for "symmetric": receive up to this times the even load without host synchronization; None for exact
             sizes, with one host synchronization a layer.
-        timeout: of process groups that "hierarchical" makes; None is torch's own.
+        timeout: how long the kernels of "symmetric" and the process groups that "hierarchical" makes wait for other ranks; None
+            is their own.
 
     Raises:
         ValueError: an unknown backend, a capacity factor below 1, experts that the ranks do not divide, shapes that the
@@ -78,6 +79,7 @@ def make_dispatcher(
             slots_per_token=slots_per_token,
             dtype=dtype,
             capacity_factor=capacity_factor,
+            **({} if timeout is None else {"timeout_s": timeout.total_seconds()}),
         )
     elif backend == "deepep":
         made = DeepEpDispatcher(group, num_experts, hidden=hidden, dtype=dtype)
@@ -98,6 +100,7 @@ def make_dispatcher(
                 hidden=hidden,
                 slots_per_token=slots_per_token,
                 dtype=dtype,
+                timeout=timeout,
             )
 
         made = HierarchicalDispatcher(group, num_experts, topology.per_node, inside, timeout)

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from forebay.errors import RunError, first_line
+from forebay.errors import RunError, first_line, parsed
 from forebay.memory.storage import local
 
 Block = tuple[slice, ...]
@@ -142,7 +142,7 @@ def files_of(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         try:
-            names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+            names = sorted(set(parsed(json.loads, index.read_text(encoding="utf-8"))["weight_map"].values()))
         except (ValueError, KeyError, AttributeError) as error:
             raise RunError(f"{index} is not a valid index of safetensors files") from error
     else:

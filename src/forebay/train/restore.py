@@ -62,7 +62,6 @@ _PLAIN_CLASSES = MappingProxyType(
     }
     | {(described.__name__, kind.__name__): kind for kind in _DESCRIPTIONS}
 )
-_SAME_MODEL = "resume with the configuration it was made with"
 
 
 class _Unpickler(pickle.Unpickler):
@@ -238,24 +237,23 @@ def _read_tensors(path: Path, wanted: dict[str, Any], reader: PlainReader, size:
 
 def _check_fits(path: Path, held: Mapping[str, Any], model: Mapping[str, Any]) -> None:
     """Check names and shapes of the checkpoint's weights against the model, of which several processes may hold parts."""
-    another = f"checkpoint {path} is of another model"
 
     def check_own() -> list[str]:
         for name, tensor in model.items():
             stored = held.get(f"model.{name}")
             if stored is None:
-                raise RunError(f"{another}: it has no {name}; {_SAME_MODEL}")
+                raise _of_another_model(path, f"it has no {name}")
             if not isinstance(stored, TensorStorageMetadata):
                 raise RunError(f"checkpoint {path} is damaged: its {name} is not a tensor")
             if hasattr(tensor, "shape") and tuple(stored.size) != tuple(tensor.shape):
                 shapes = f"{name} has shape {list(stored.size)}, this model needs {list(tensor.shape)}"
-                raise RunError(f"{another}: {shapes}; {_SAME_MODEL}")
+                raise _of_another_model(path, shapes)
         return list(model)
 
     known = {f"model.{name}" for names in on_all(check_own) for name in names}
     for name in held:
         if name.startswith("model.") and name not in known:
-            raise RunError(f"{another}: this one has no {name.removeprefix('model.')}; {_SAME_MODEL}")
+            raise _of_another_model(path, f"this one has no {name.removeprefix('model.')}")
 
 
 def _check_ties(path: Path, model: Any) -> None:
@@ -266,9 +264,11 @@ def _check_ties(path: Path, model: Any) -> None:
         return
     stored = json.loads(file.read_text(encoding="utf-8")).get(name, tied)
     if stored != tied:
-        raise RunError(
-            f"checkpoint {path} is of another model: its {name} is {stored}, this model's is {tied}; {_SAME_MODEL}"
-        )
+        raise _of_another_model(path, f"its {name} is {stored}, this model's is {tied}")
+
+
+def _of_another_model(path: Path, why: str) -> RunError:
+    return RunError(f"checkpoint {path} is of another model: {why}; resume with the configuration it was made with")
 
 
 def _damaged(path: Path, what: str) -> Damaged:

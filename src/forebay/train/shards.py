@@ -28,7 +28,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from forebay.config import Data, DataSource
-from forebay.errors import RunError, UsageError, first_line
+from forebay.errors import RunError, UsageError, first_line, parsed
 from forebay.train import text
 from forebay.train.durable import FolderLock, make_folder, replace_text, sync
 from forebay.train.tokenizer import Tokenizer, hash_files, load_tokenizer
@@ -197,9 +197,11 @@ def _key_of(source: DataSource, tokenizer: Tokenizer, found: list[Path]) -> str:
 
 def _index(folder: Path) -> dict[str, Any]:
     try:
-        found: Any = json.loads((folder / INDEX).read_text(encoding="utf-8"))
+        found: Any = parsed(json.loads, (folder / INDEX).read_text(encoding="utf-8"))
         if not isinstance(found, dict):
             raise ValueError("it is no JSON object")
+    except NotADirectoryError as error:
+        raise UsageError(f"{folder} is no folder; shards are one, which forebay data CONFIG OUT writes") from error
     except FileNotFoundError as error:
         raise UsageError(
             f"{folder} holds no shards: it has no {INDEX}; write them with forebay data CONFIG {folder}"

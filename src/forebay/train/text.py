@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from forebay.config import DataSource
-from forebay.errors import RunError, UsageError
+from forebay.errors import RunError, UsageError, parsed
 
 BLOCK = 4 << 20  # bytes read at once; also the largest piece of a document handed to a tokenizer
 PART = 64 << 20  # bytes of a JSONL file or a dataset that are one part
@@ -201,7 +201,7 @@ def _jsonl(part: TextPart, field: str) -> Iterator[Piece]:
                 continue
             _refuse_binary(part.path, line, begin)
             try:
-                record = json.loads(line)
+                record = parsed(json.loads, line)
             except ValueError as error:
                 raise RunError(f"{_line(part.path, begin)}: not a JSON object ({error})") from None
             text = record.get(field) if isinstance(record, dict) else None

@@ -34,7 +34,7 @@ from planner_grid import GRID, Entry, tiny
 from planner_measure import measure
 
 from forebay.config import from_mapping
-from forebay.estimate.device import load
+from forebay.estimate.device import DEFAULT, load
 from forebay.estimate.fit import headroom
 from forebay.estimate.layers import plan_layers
 from forebay.estimate.plan import fit_run
@@ -44,11 +44,16 @@ FACTORS = (1.0, 1.01, 1.03, 0.99, 0.97)  # of the planned peak, in turn
 TIGHT = 20
 
 
-def planned(entry: Entry, skew: float | None, traces: TraceCache | None = None) -> dict[str, Any]:
-    """The plan of an entry: bytes of the rank that uses most, and seconds of a step. `traces`: to reuse, and to add to."""
+def planned(
+    entry: Entry, skew: float | None, traces: TraceCache | None = None, device: str = DEFAULT
+) -> dict[str, Any]:
+    """The plan of an entry: bytes of the rank that uses most, and seconds of a step on `device`.
+
+    `traces`: to reuse, and to add to.
+    """
     config, traces = from_mapping(by_host(entry.sections), origin=entry.name), traces or TraceCache()
     plan = plan_layers(config, entry.gpus, traces)
-    fit = fit_run(config, plan, entry.gpus, skew=skew or 1.0, device=load("h200"), traces=traces).as_dict()
+    fit = fit_run(config, plan, entry.gpus, skew=skew or 1.0, device=load(device), traces=traces).as_dict()
     ranks = fit["ranks"]
     return {
         "parameters": fit["parameters"],

@@ -8,7 +8,8 @@
 is outside of `Limits`: too large for the GPU or the host, too small to tell, or too long. A third of the draws run on
 two GPUs, with EP 2, FSDP2 or PP 2 in turn. The router's choice is drawn as well in runs with EP, because a plan takes
 its skew as given (`forebay plan --skew`); in all others it is the router's own. The trainer has no LoRA, so there is
-none here. Runs and figures are those of `benchmarks/planner_measure.py`; each run has processes of its own.
+none here. `--gpus 1` draws runs of one GPU only, `--device h100` ones that an H100 holds. Runs and figures are those of
+`benchmarks/planner_measure.py`; each run has processes of its own.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from planner_measure import NO_TIME, TIMED, WARM, measure
 
 from forebay.config import SCHEDULES
 from forebay.errors import UsageError
+from forebay.estimate.device import DEFAULT
 from forebay.estimate.fit import least_budget
 from forebay.estimate.trace_cache import TraceCache
 from forebay.policy import RECOMPUTE_MODES, PolicyError
@@ -72,8 +74,13 @@ TINY = Ranges(
 
 @dataclass(frozen=True)
 class Limits:
-    """What a plan may take: bytes of the GPU, bytes of the host and seconds of all steps, and number of parameters."""
+    """What a plan may take: bytes of the GPU, bytes of the host and seconds of all steps, and number of parameters.
 
+    Attributes:
+        device: the profile that plans assume.
+    """
+
+    device: str = DEFAULT
     least: float = 4 * GIB
     most: float = 125 * GIB
     host: float = 100 * GIB
@@ -93,6 +100,9 @@ class Limits:
             "too long": steps * plan["seconds"] > (self.tuning_seconds if tuned else self.seconds),
         }
         return next((why for why, holds in wrong.items() if holds), "")
+
+
+LIMITS = {"h200": Limits(), "h100": Limits("h100", most=70 * GIB)}
 
 
 def host_bytes(entry: Entry, plan: dict[str, Any]) -> int:
@@ -312,19 +322,22 @@ def name_of(number: int, entry: Entry) -> str:
     return "-".join(parts)
 
 
-def draw(seed: int, count: int, ranges: Ranges, limits: Limits) -> tuple[list[dict[str, Any]], dict[str, int]]:
-    """`count` configurations with their plans, and how many were drawn in vain, by reason.
+def draw(
+    seed: int, count: int, ranges: Ranges, limits: Limits, gpus: int = 2
+) -> tuple[list[dict[str, Any]], dict[str, int]]:
+    """`count` configurations of at most `gpus` GPUs with their plans, and how many were drawn in vain, by reason.
 
     Each has generators of its own, by seed, number and attempt.
     """
     schedules = random.Random(seed).sample(SCHEDULES, len(SCHEDULES))
     runs: list[dict[str, Any]] = []
     vain: Counter[str] = Counter()
+    meshes = MESHES if gpus > 1 else ("",)
     for number in range(count):
-        turn, mesh = divmod(number, len(MESHES))
+        turn, mesh = divmod(number, len(meshes))
         for attempt in range(1000):
             rng = random.Random(f"{seed} {number} {attempt}")
-            source = Draw(rng, ranges, MESHES[mesh], schedules[turn % len(schedules)])
+            source = Draw(rng, ranges, meshes[mesh], schedules[turn % len(schedules)])
             entry, plan, why = planned_draw(source, number, limits)
             if not why:
                 break
@@ -344,7 +357,7 @@ def planned_draw(source: Draw, number: int, limits: Limits) -> tuple[Entry, dict
     try:
         if entry.sections["memory"]["policy"] == "auto":
             entry = source.budget(entry, traces)
-        plan = planned(entry, entry.skew, traces)
+        plan = planned(entry, entry.skew, traces, limits.device)
     except (UsageError, PolicyError):
         return entry, {}, "refused"
     return entry, plan, limits.refusal(entry, plan)
@@ -491,6 +504,8 @@ def main() -> None:
     drawing = commands.add_parser("draw")
     drawing.add_argument("--seed", type=int, required=True)
     drawing.add_argument("--count", type=int, default=24)
+    drawing.add_argument("--gpus", type=int, choices=(1, 2), default=2, help="1: runs on one GPU only")
+    drawing.add_argument("--device", choices=LIMITS, default=DEFAULT, help="profile and memory of the GPU")
     drawing.add_argument("--tiny", action="store_true", help="small models that a CPU runs")
     running = commands.add_parser("run")
     running.add_argument("--jobs", type=int, default=torch.cuda.device_count(), help="GPUs")
@@ -502,9 +517,14 @@ def main() -> None:
     match options.command:
         case "draw":
             gc.disable()  # a fifth of a plan's time
-            ranges, limits = (TINY, Limits(least=0)) if options.tiny else (GPU, Limits())
-            runs, vain = draw(options.seed, options.count, ranges, limits)
-            drawn_by = {"seed": options.seed, "drawn in vain": vain, "environment": environment()}
+            ranges, limits = (TINY, Limits(least=0)) if options.tiny else (GPU, LIMITS[options.device])
+            runs, vain = draw(options.seed, options.count, ranges, limits, options.gpus)
+            drawn_by = {
+                "seed": options.seed,
+                "gpu": options.device,
+                "drawn in vain": vain,
+                "environment": environment(),
+            }
             path = results_folder() / f"planner_blind_{options.seed}.json"
             path.write_text(json.dumps({**drawn_by, "runs": runs}, indent=1) + "\n")
         case "run":

@@ -1,8 +1,8 @@
-"""What tests ask of stores and pools beyond their own interface, streams that are kept busy, and TOML."""
+"""What tests ask of stores, pools and autograd beyond their own interface, streams that are kept busy, and TOML."""
 
 import gc
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -26,6 +26,28 @@ def sent(store: Any, source: torch.Tensor) -> Any:
     ticket = store.new_ticket(source, store.lanes.compute_stream())
     store.send([ticket])
     return ticket
+
+
+@contextmanager
+def saved_storages(*apart: torch.Tensor) -> Iterator[dict[int, torch.Tensor]]:
+    """By the storage's address, a tensor of each storage that autograd saves within, but for the storages of `apart`. The tensors
+    live as long as the dictionary, so that no address is used twice."""
+    known = {t.untyped_storage().data_ptr() for t in apart}
+    found: dict[int, torch.Tensor] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        address = tensor.untyped_storage().data_ptr()
+        if address not in known:
+            found.setdefault(address, tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        yield found
+
+
+def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Of tensors that share no storage."""
+    return sum(t.untyped_storage().nbytes() for t in tensors)
 
 
 def toml_table(values: Mapping[str, object]) -> str:

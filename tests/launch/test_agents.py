@@ -17,7 +17,7 @@ from forebay.errors import PeerLost
 from forebay.launch import torchrun
 from forebay.train.loop import train
 from tests.ranks import Started, free_port, start, start_ranks
-from tests.train.common import GPU_SIZES, MODEL, config, metrics, quiet, to_toml, write_text
+from tests.train.common import GPU_SIZES, MODEL, config, config_file, metrics, quiet, write_text
 
 ROOT = Path(__file__).parents[2]
 STEPS, EVERY = 160, 10
@@ -42,8 +42,7 @@ def configure(folder: Path, sizes: dict[str, Any] = SIZES, **changes: Any) -> Pa
         schedule={"kind": "constant"},
         **changes,
     )
-    (folder / "c.toml").write_text(to_toml(settings))
-    return folder / "c.toml"
+    return config_file(folder, settings)
 
 
 def losses(run: Path, steps: int = STEPS) -> list[float]:
@@ -253,10 +252,9 @@ def test_no_rendezvous_ends_soon_and_says_so(where: str, tmp_path: Path) -> None
 def test_experts_over_two_nodes_say_how_tokens_travel_and_at_what_cost(tmp_path: Path) -> None:
     """Four processes, which stand for two nodes of two: the loss of one process, to what rounding leaves."""
     settings = config(write_text(tmp_path, 200), train={"batch": 8, "steps": 3}, checkpoint={"last": False})
-    (tmp_path / "c.toml").write_text(to_toml(settings))
     alone = train(settings, quiet())
     place = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    words = ["train", str(tmp_path / "c.toml"), "--set", "parallel.ep=4"]
+    words = ["train", str(config_file(tmp_path, settings)), "--set", "parallel.ep=4"]
     ranks = [start(cli.main, words, RANK=str(r), LOCAL_RANK=str(r % 2), **place) for r in range(4)]
     try:
         (out, said), *others = (one.communicate(120) for one in ranks)

@@ -1,7 +1,5 @@
 """Compiled sublayers: right, one graph for all layers, and what they save, to the byte."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 
 import pytest
@@ -16,6 +14,7 @@ from forebay.models.compile import check_compiler, compile_sublayer
 from forebay.models.hf_experts import register
 from forebay.moe import wgrad
 from forebay.moe.experts_op import experts_weight_backward_op
+from tests.helpers import saved_storages, storage_bytes
 from tests.models.conftest import (
     EXPERTS,
     HEAD,
@@ -49,35 +48,20 @@ def _close(a, b):
     return all(torch.allclose(x, y, rtol=1e-4, atol=1e-5) for x, y in zip(a, b, strict=True))
 
 
-@contextmanager
-def _saving(model, sizes) -> Iterator[None]:
-    """Within, bytes of each storage that autograd saves are noted in `sizes`, weights and buffers left out."""
-    weights = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
-
-    def pack(t):
-        storage = t.untyped_storage()
-        if storage.data_ptr() not in weights:
-            sizes[storage.data_ptr()] = storage.nbytes()
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        yield
-
-
 @pytest.fixture
 def saved_by(tokens):
     """saved_by(model, site) -> bytes saved by the site's sublayer, weights and the position embeddings left out."""
 
     def measure(model, site):
-        sizes = {}
+        found = {}
 
         def watched(fn):
             def run(x, **kwargs):
-                with _saving(model, sizes):
+                embeddings = kwargs.get("position_embeddings", ())  # one for all layers
+                apart = (embeddings,) if isinstance(embeddings, torch.Tensor) else embeddings
+                with saved_storages(*model.parameters(), *model.buffers(), *apart) as saved:
                     out = fn(x, **kwargs)
-                embeddings = kwargs.get("position_embeddings", ())
-                for e in (embeddings,) if isinstance(embeddings, torch.Tensor) else embeddings:
-                    sizes.pop(e.untyped_storage().data_ptr(), None)  # one for all layers
+                found.update(saved)
                 return out
 
             return run
@@ -85,7 +69,7 @@ def saved_by(tokens):
         site.wrap(watched)
         model(tokens, labels=tokens)
         site.restore()
-        return sum(sizes.values())
+        return storage_bytes(found.values())
 
     return measure
 
@@ -163,10 +147,9 @@ def test_h_can_be_left_out_at_the_price_of_one_more_graph(tokens, saved_by, no_c
     site.light_recompute(True)
     assert equal(loss_and_gradients(model, tokens), expected)
     assert _graphs() == graphs + 1
-    sizes = {}
-    with _saving(model, sizes):
+    with saved_storages(*model.parameters(), *model.buffers()) as saved:
         out = site.call(torch.randn(2, 16, HIDDEN, requires_grad=True))
-    assert full - sum(sizes.values()) == TOKENS * 2 * FP32 * WIDTH * TOP_K
+    assert full - storage_bytes(saved.values()) == TOKENS * 2 * FP32 * WIDTH * TOP_K
     del out
 
 

@@ -1,7 +1,6 @@
 """PEFT's LoRA on experts as low-rank updates: PEFT's results without its updated weights."""
 
 import copy
-import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -17,6 +16,7 @@ from forebay.memory.storage import storable
 from forebay.models.families import moe_blocks
 from forebay.models.low_rank import run_experts
 from forebay.moe.dispatch import LocalDispatcher
+from tests.helpers import saved_storages, storage_bytes
 from tests.models.conftest import EXPERTS, build_tiny, token_ids
 
 pytestmark = pytest.mark.integration
@@ -194,20 +194,9 @@ def test_compiles(family: str) -> None:
 
 def saved_bytes(model: Any, ids: Tensor) -> int:
     """Bytes of the storages that autograd keeps after a forward, parameters and buffers apart."""
-    own = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
-    storages: dict[int, Tensor] = {}
-
-    def pack(t: Tensor) -> Tensor:
-        if t.untyped_storage().data_ptr() not in own:
-            storages.setdefault(t.untyped_storage().data_ptr(), t)
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        loss = model(input_ids=ids, labels=ids).loss
-    total = sum(t.untyped_storage().nbytes() for t in storages.values())
-    del loss
-    gc.collect()
-    return total
+    with saved_storages(*model.parameters(), *model.buffers()) as saved:
+        model(input_ids=ids, labels=ids)
+    return storage_bytes(saved.values())
 
 
 def test_saves_h_and_no_weights() -> None:

@@ -2,7 +2,6 @@
 
 import copy
 import warnings
-from contextlib import contextmanager
 from functools import partial
 
 import pytest
@@ -22,6 +21,7 @@ from forebay.models import sinks
 from forebay.models.sinks import BlockMasks, MaskRequest, has_eager_sinks, sink_attention
 from forebay.models.structure import sinks_of
 from forebay.policy import PolicyError
+from tests.helpers import saved_storages, storage_bytes
 from tests.models.conftest import HEAD, HEADS, HIDDEN, KV_HEADS, build_tiny, equal, loss_and_gradients
 
 BF16, FP32 = 2, 4
@@ -218,17 +218,6 @@ def close(found: list[Tensor], expected: list[Tensor]) -> bool:
     return all(torch.allclose(a, b, rtol=1e-4, atol=1e-5) for a, b in zip(found, expected, strict=True))
 
 
-@contextmanager
-def saved_bytes(sizes: dict[int, int], weights: set[int]):
-    def pack(t: Tensor) -> Tensor:
-        if t.is_floating_point() and t.untyped_storage().data_ptr() not in weights:
-            sizes[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        yield
-
-
 def test_a_managed_model_trains_as_its_own_and_is_given_back(flex_on_cpu, tokens):
     """Also padded, with graphs for each kind of layer and no more, and bitwise the same when recomputed."""
     model = build_tiny("gpt_oss")
@@ -267,22 +256,22 @@ def test_a_managed_model_trains_as_its_own_and_is_given_back(flex_on_cpu, tokens
 def test_the_attention_sublayer_saves_these_bytes(flex_on_cpu, tokens):
     """Its input, q and k after rotation, v, the output of flex_attention, and sums: of the norm, and lse."""
     model = build_tiny("gpt_oss", torch.bfloat16, num_hidden_layers=1)
-    weights = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
-    sizes: dict[int, int] = {}
+    found: dict[int, Tensor] = {}
     with forebay.manage(model, compile=True, loss=None) as memory:
 
         def watched(fn):
             def run(x, **kwargs):
-                weights.update(t.untyped_storage().data_ptr() for t in kwargs["position_embeddings"])
-                with saved_bytes(sizes, weights):
-                    return fn(x, **kwargs)
+                with saved_storages(*model.parameters(), *model.buffers(), *kwargs["position_embeddings"]) as saved:
+                    out = fn(x, **kwargs)
+                found.update(saved)
+                return out
 
             return run
 
         memory.sublayers["model.layers.0.self_attn"].wrap(watched)
         model(tokens, labels=tokens)
     token = BF16 * HIDDEN + FP32 + BF16 * HEAD * (HEADS + 2 * KV_HEADS) + (BF16 * HEAD + FP32) * HEADS
-    assert sum(sizes.values()) == tokens.numel() * token
+    assert storage_bytes(t for t in found.values() if t.is_floating_point()) == tokens.numel() * token
 
 
 def test_mixed_dtypes_under_autocast(flex_on_cpu, tokens):

@@ -19,6 +19,7 @@ from forebay.moe.experts import experts
 from forebay.moe.experts_op import NO_EDGE, NO_UPDATES, experts_weight_backward_op
 from forebay.moe.low_rank import LowRank
 from forebay.moe.wgrad import WeightGradients, gate_up_edge
+from tests.helpers import saved_storages, storage_bytes
 
 T, H, WIDTH, E, K = 13, 16, 24, 5, 3
 SCALES = {"gate_up": 0.75, "down": 1.5}  # of the low-rank updates
@@ -249,22 +250,10 @@ def test_gradients_that_autograd_expands_and_inputs_that_are_views() -> None:
 
 def saved(case: Case, **more) -> tuple[int, list[torch.Size]]:
     """Bytes of the distinct storages that autograd keeps, parameters apart, and their shapes."""
-    parameters = {case.tensors[n].data_ptr() for n in case.tensors if n not in ("x", "weights")}
-    storages: dict[int, int] = {}
-    shapes = []
-    alive = []
-
-    def pack(t: Tensor) -> Tensor:
-        alive.append(t)  # no address is used twice while this list lives
-        if t.data_ptr() not in parameters and t.untyped_storage().data_ptr() not in storages:
-            storages[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-            shapes.append(t.shape)
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+    with saved_storages(*(t for n, t in case.tensors.items() if n not in ("x", "weights"))) as found:
         y = case.run(**more)
     assert y.shape == case.tensors["x"].shape
-    return sum(storages.values()), shapes
+    return storage_bytes(found.values()), [t.shape for t in found.values()]
 
 
 ROUTING = 8 * T * K + 4 * E

@@ -21,8 +21,8 @@ from forebay.train import checkpoint, restore, staging
 from forebay.train.checkpoint import Checkpoints, SavedCheckpoint
 from forebay.train.distributed import ALONE, Mesh
 from forebay.train.trainer import Trainer
-from tests.ranks import run_ranks, start, start_ranks
-from tests.train.common import config, differing, state_of, to_toml, train_command, write_text
+from tests.ranks import run_ranks
+from tests.train.common import config, config_file, differing, on_processes, state_of, train_command, write_text
 
 
 class Gate:
@@ -176,19 +176,11 @@ def run_on_a_full_disk(command: list[str]) -> int:
 
 def test_all_processes_end_at_the_same_step_when_one_cannot_write(tmp_path: Path) -> None:
     settings = config(write_text(tmp_path), train={"steps": 10000}, checkpoint={"every": 2}, parallel={"ep": 2})
-    (tmp_path / "c.toml").write_text(to_toml(settings))
-    running = start_ranks(run_on_a_full_disk, 2, train_command(tmp_path / "c.toml"))
-    try:
-        error = "".join(process.communicate(timeout=60)[1] for process in running)
-        assert [process.returncode for process in running] == [1, 1], error
-        assert (
-            error.count("forebay:") == 1 == error.count("step-00000004 could not be written: No space left on device")
-        )
-        assert "step-00000002 is intact" in error
-        restore.verify(restore.find(tmp_path / "run"))
-    finally:
-        for process in running:
-            process.kill()
+    codes, _, error = on_processes(2, run_on_a_full_disk, train_command(config_file(tmp_path, settings)), seconds=60)
+    assert codes == [1, 1], error
+    assert error.count("forebay:") == 1 == error.count("step-00000004 could not be written: No space left on device")
+    assert "step-00000002 is intact" in error
+    restore.verify(restore.find(tmp_path / "run"))
 
 
 def stop_while_saving(command: list[str]) -> int:
@@ -207,19 +199,13 @@ def stop_while_saving(command: list[str]) -> int:
 
 def test_a_signal_does_not_begin_another_save_after_the_one_under_way(tmp_path: Path) -> None:
     settings = config(write_text(tmp_path), train={"steps": 10000}, checkpoint={"every": 20})
-    (tmp_path / "c.toml").write_text(to_toml(settings))
-    process = start(stop_while_saving, train_command(tmp_path / "c.toml"))
-    try:
-        _, error = process.communicate(timeout=60)
-        assert process.returncode == Preempted.exit_code, error
-        assert re.search(
-            r"SIGTERM after step \d+ of 10000; the checkpoint of step 20, written in \S+ s, is safe", error
-        ), error
-        newest = restore.find(tmp_path / "run")
-        restore.verify(newest)
-        assert [path.name for path in newest.parent.glob("step-*")] == ["step-00000020"]
-    finally:
-        process.kill()
+    codes, _, error = on_processes(1, stop_while_saving, train_command(config_file(tmp_path, settings)), seconds=60)
+    assert codes == [Preempted.exit_code], error
+    said = r"SIGTERM after step \d+ of 10000; the checkpoint of step 20, written in \S+ s, is safe"
+    assert re.search(said, error), error
+    newest = restore.find(tmp_path / "run")
+    restore.verify(newest)
+    assert [path.name for path in newest.parent.glob("step-*")] == ["step-00000020"]
 
 
 def run_slowly(command: list[str]) -> int:
@@ -240,13 +226,8 @@ def run_slowly(command: list[str]) -> int:
 
 def test_a_second_ctrl_c_does_not_wait_for_the_save_under_way(tmp_path: Path) -> None:
     settings = config(write_text(tmp_path), train={"steps": 10000}, checkpoint={"every": 2})
-    (tmp_path / "c.toml").write_text(to_toml(settings))
-    process = start(run_slowly, train_command(tmp_path / "c.toml"))
-    try:
-        _, error = process.communicate(timeout=40)
-        assert process.returncode == Interrupted.exit_code, error
-        newest = restore.find(tmp_path / "run")
-        assert newest.name == "step-00000002"
-        restore.verify(newest)
-    finally:
-        process.kill()
+    codes, _, error = on_processes(1, run_slowly, train_command(config_file(tmp_path, settings)), seconds=40)
+    assert codes == [Interrupted.exit_code], error
+    newest = restore.find(tmp_path / "run")
+    assert newest.name == "step-00000002"
+    restore.verify(newest)

@@ -22,7 +22,7 @@ from forebay.train.checkpoint import Checkpoints
 from forebay.train.heartbeat import Heartbeat
 from tests.products import cover
 from tests.ranks import Started, start, start_ranks
-from tests.train.common import config, metrics, to_toml, train_command, write_text
+from tests.train.common import config, config_file, metrics, train_command, write_text
 
 TIMEOUT = 30  # parallel.timeout: the others end within this many seconds
 LATE = 1.5  # times TIMEOUT, for others that start: theirs begins when they look for each other, which a busy machine delays
@@ -50,7 +50,7 @@ class Run:
         parallel = {"ep": 2, "timeout": TIMEOUT} if processes > 1 else {}
         sections = {"schedule": {"kind": "constant"}, "checkpoint": {"every": 1}, "parallel": parallel}
         settings = config(write_text(folder), train={"steps": 1_000_000}, **sections)
-        (folder / "c.toml").write_text(to_toml(settings))
+        config_file(folder, settings)
         self.folder, self.processes, self.noted = folder, processes, folder / "noted"
         self.noted.touch()
         self.running: list[Started] = []
@@ -161,8 +161,7 @@ def run_or_die(command: list[str], victim: int, moment: str) -> int:
 @pytest.mark.parametrize(("moment", "victim"), cover(list(MOMENTS), [0, 1]))
 def test_killed_while_starting(tmp_path: Path, moment: str, victim: int) -> None:
     settings = config(write_text(tmp_path), parallel={"ep": 2, "timeout": (timeout := 5)})
-    (tmp_path / "c.toml").write_text(to_toml(settings))
-    processes = start_ranks(run_or_die, 2, train_command(tmp_path / "c.toml"), victim, moment)
+    processes = start_ranks(run_or_die, 2, train_command(config_file(tmp_path, settings)), victim, moment)
     try:
         assert processes[victim].wait(timeout=60) == -signal.SIGKILL
         died = time.monotonic()

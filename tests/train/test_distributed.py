@@ -19,9 +19,9 @@ from forebay.errors import Preempted, ReportedElsewhere, RunError, UsageError, e
 from forebay.train.distributed import ALONE, Mesh, World
 from forebay.train.loop import train
 from forebay.train.trainer import Trainer
-from tests.ranks import run_ranks, start_ranks
+from tests.ranks import run_ranks
 from tests.train import common
-from tests.train.common import CPU, MODEL, metrics, quiet, to_toml, train_command
+from tests.train.common import CPU, MODEL, config_file, metrics, on_processes, quiet, train_command
 
 
 def with_keys(**sections: dict[str, Any]) -> Config:
@@ -171,17 +171,6 @@ def test_whole_runs(tiny: Callable[..., Config], tmp_path: Path) -> None:
     assert len(metrics(tmp_path / "stopped")) == 3
 
 
-def on_two_processes(config: Path, *overrides: str) -> tuple[list[int | None], str, str]:
-    """Exit codes, and what both wrote, of the command as torchrun starts it."""
-    processes = start_ranks(main, 2, train_command(config, *overrides))
-    try:
-        written = [process.communicate(timeout=120) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    return [p.returncode for p in processes], "".join(out for out, _ in written), "".join(e for _, e in written)
-
-
 def test_as_a_person_starts_it(tmp_path: Path) -> None:
     """Lines are printed once, and so is the message of a failure, whether one process finds it or all."""
     settings = common.config(
@@ -192,13 +181,12 @@ def test_as_a_person_starts_it(tmp_path: Path) -> None:
         parallel={"ep": 2, "timeout": 30},
         device={"threads": 0},
     )
-    config = tmp_path / "config.toml"
-    config.write_text(to_toml(settings))
-    codes, out, error = on_two_processes(config)
+    config = config_file(tmp_path, settings)
+    codes, out, error = on_processes(2, main, train_command(config))
     assert codes == [0, 0], error
     assert out.count("step 00000002/00000002") == 1 and "on 2 x CPU" in out
     assert "Qwen3MoeForCausalLM" in out and "Warning" not in error
-    codes, out, error = on_two_processes(config, "parallel.ep=3")
+    codes, out, error = on_processes(2, main, train_command(config, "parallel.ep=3"))
     assert codes == [2, 2] and error.count("forebay: parallel.ep = 3 does not divide the 2 processes") == 1
     # By torchrun itself. A loss that is not finite is found by all, in the second step.
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "forebay"]

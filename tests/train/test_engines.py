@@ -26,8 +26,8 @@ from forebay.pipeline.schedule import make_plan
 from forebay.train.distributed import Mesh
 from forebay.train.engines import keep_stages
 from forebay.train.trainer import Trainer
-from tests.ranks import run_ranks, start_ranks
-from tests.train.common import WIDE, config, to_toml, whole, write_text
+from tests.ranks import run_ranks
+from tests.train.common import WIDE, config, config_file, on_processes, whole, write_text
 
 PLACED = {**WIDE, "num_hidden_layers": 5, "moe_intermediate_size": 12}
 SCHEDULES = ("dualpipev", "zbv", "interleaved-1f1b")
@@ -232,18 +232,14 @@ def test_ranks_of_a_run_take_one_partition_and_trace_only_for_costs(folder: str,
     sizes = {**WIDE, "num_hidden_layers": 6, "mlp_only_layers": [0], "intermediate_size": 1 << 22}
     parallel = {"pp": 2, "schedule": "1f1b", "partition": partition}
     settings = config(folder, sizes, train={"batch": 4, "microbatch": 1}, parallel=parallel)
-    path = Path(folder) / "c.toml"
-    path.write_text(to_toml(settings))
-    found = run_ranks(given_partition, 2, str(path))
+    found = run_ranks(given_partition, 2, str(config_file(folder, settings)))
     wanted = plan_layers(settings, 2).partition if traces else None
     assert found == [(wanted, traces), (wanted, 0)]
     assert wanted is None or wanted.counts == (1, 5)
 
 
 def test_one_process_traces_nothing(folder: str) -> None:
-    path = Path(folder) / "c.toml"
-    path.write_text(to_toml(config(folder, WIDE)))
-    assert given_partition(0, 1, str(path)) == (None, 0)
+    assert given_partition(0, 1, str(config_file(folder, config(folder, WIDE)))) == (None, 0)
 
 
 def breaks(call: int, path: str) -> int:
@@ -264,15 +260,8 @@ def test_a_stage_that_raises_on_one_rank_ends_the_run(folder: str) -> None:
     """In the middle of the fourth step. Both processes end with exit code 1, and the error is printed once."""
     train = {"batch": 4, "microbatch": 1, "steps": 1000}
     settings = config(folder, WIDE, train=train, parallel={"pp": 2, "timeout": 60}, checkpoint={"every": 2})
-    path = Path(folder) / "c.toml"
-    path.write_text(to_toml(settings))
-    processes = start_ranks(breaks, 2, 3 * 4 + 2, str(path))
-    try:
-        errors = [p.communicate(timeout=90)[1] for p in processes]
-    finally:
-        for p in processes:
-            p.kill()
-    assert [p.returncode for p in processes] == [1, 1], errors
-    lines = [line for text in errors for line in text.splitlines() if line.startswith("forebay: ")]
-    assert len(lines) == 1 and "the gate of layer 2 is stuck" in lines[0], errors
+    codes, _, error = on_processes(2, breaks, 3 * 4 + 2, str(config_file(folder, settings)), seconds=90)
+    assert codes == [1, 1], error
+    lines = [line for line in error.splitlines() if line.startswith("forebay: ")]
+    assert len(lines) == 1 and "the gate of layer 2 is stuck" in lines[0], error
     assert "step-00000002" in str(sorted(Path(folder).glob("run/checkpoints/*")))

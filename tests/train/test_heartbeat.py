@@ -18,7 +18,7 @@ from forebay.errors import PeerLost, RunError
 from forebay.train.heartbeat import Heartbeat, ending_after
 from forebay.train.loop import _naming_lost
 from tests.ranks import Started, free_port, start, start_ranks
-from tests.train.common import config, to_toml, train_command, write_text
+from tests.train.common import config, config_file, train_command, write_text
 
 
 def start_four(folder: Path, timeout: int) -> list[Started]:
@@ -28,8 +28,7 @@ def start_four(folder: Path, timeout: int) -> list[Started]:
         parallel={"ep": 4, "timeout": timeout},
         checkpoint={"every": 5},
     )
-    (folder / "c.toml").write_text(to_toml(settings))
-    return start_ranks(main, 4, train_command(folder / "c.toml"))
+    return start_ranks(main, 4, train_command(config_file(folder, settings)))
 
 
 def wait_for_checkpoint(folder: Path) -> None:

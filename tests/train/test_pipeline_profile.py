@@ -18,7 +18,7 @@ from forebay.train.distributed import Mesh
 from forebay.train.pipeline_profile import PipelineProfile, Place, Save, profile_ranks, summarize
 from forebay.train.trainer import Trainer
 from tests.ranks import run_ranks
-from tests.train.common import WIDE, config, to_toml, write_text
+from tests.train.common import WIDE, config, config_file, write_text
 
 SCHEDULES = ("1f1b", "interleaved-1f1b", "zbv", "dualpipev")
 MICROBATCHES, TOKENS, HEAD_DIM, F32, I64 = 8, 16, 8, 4, 8
@@ -179,13 +179,13 @@ def command(rank: int, world: int, folder: str) -> tuple[int, str, str, list[Any
     for more in ([], ["--json"]):
         out, error = io.StringIO(), io.StringIO()
         with redirect_stdout(out), redirect_stderr(error):
-            code = cli.main(["profile", folder + "/config.toml", *more])
+            code = cli.main(["profile", folder + "/c.toml", *more])
         texts.append(out.getvalue())
     return code, texts[0], error.getvalue(), json.loads(texts[1]) if texts[1] else []
 
 
 def test_the_command_prints_every_ranks_table_once(tmp_path: Path) -> None:
-    (tmp_path / "config.toml").write_text(to_toml(settings_of(write_text(tmp_path), pp=2)))
+    config_file(tmp_path, settings_of(write_text(tmp_path), pp=2))
     (code, out, error, figures), (other_code, silent, other_error, _) = run_ranks(command, 2, str(tmp_path))
     assert code == other_code == 0 and not silent and not error and not other_error
     assert out.count("pipeline rank ") == 2 and "pipeline rank 1 of 2: dualpipev" in out

@@ -17,7 +17,7 @@ from forebay.train import loop, restore
 from forebay.train.stop import TimeLimit
 from forebay.train.trainer import Trainer
 from tests.ranks import Started, start, start_ranks
-from tests.train.common import config, metrics, to_toml, train_command, write_text
+from tests.train.common import config, config_file, metrics, train_command, write_text
 
 STEPS = 40
 
@@ -100,7 +100,7 @@ class Job:
         folder.mkdir()
         parallel = {"ep": 2, "timeout": 60} if processes > 1 else {}
         settings = config(write_text(folder), train={"steps": STEPS}, parallel=parallel)
-        (folder / "c.toml").write_text(to_toml(settings))
+        config_file(folder, settings)
         self.folder, self.processes = folder, processes
         self.running: list[Started] = []
 

@@ -1,11 +1,11 @@
 """Processes for tests: ranks of a gloo group, and programs that a test stops, kills or reads.
 
 `run_ranks(fn, world, *args)` calls `fn(rank, world, *args)` in `world` processes and returns the results by rank.
-`start(fn, *args)` and `start_ranks` start processes and return handles like `subprocess.Popen`. fn is a module-level
-function of a test file. Processes are forked from one warm parent per pytest-xdist worker, which has imported torch,
-transformers and Forebay (tests/warm.py), runs no thread and holds no group. So a process starts in milliseconds, where a
-new interpreter takes seconds to import the same, and no state passes from one test to the next. With a GPU, processes are
-spawned: a CUDA context does not survive a fork.
+`start(fn, *args)` and `start_ranks` start processes and return handles like `subprocess.Popen`, and `on_processes` waits for
+their end. fn is a module-level function of a test file. Processes are forked from one warm parent per pytest-xdist worker, which
+has imported torch, transformers and Forebay (tests/warm.py), runs no thread and holds no group. So a process starts in
+milliseconds, where a new interpreter takes seconds to import the same, and no state passes from one test to the next. With a
+GPU, processes are spawned: a CUDA context does not survive a fork.
 """
 
 import functools
@@ -204,6 +204,28 @@ def start_ranks(fn: Callable[..., Any], world: int, *args: Any) -> list[Started]
     """Start fn(*args) in `world` processes, numbered as torchrun does."""
     place = {"WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     return [start(fn, *args, RANK=str(rank), LOCAL_RANK=str(rank), **place) for rank in range(world)]
+
+
+def on_processes(
+    count: int, run: Callable[..., int], *arguments: Any, seconds: float = 120
+) -> tuple[list[int | None], str, str]:
+    """Exit codes of ``run(*arguments)`` in `count` processes, numbered as torchrun does if they are several, and what they wrote
+    on their two streams."""
+    processes = start_ranks(run, count, *arguments) if count > 1 else [start(run, *arguments)]
+    try:
+        written = [process.communicate(timeout=seconds) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+    return [p.returncode for p in processes], "".join(o for o, _ in written), "".join(e for _, e in written)
+
+
+def wait_until(condition: Callable[[], Any], what: str, seconds: float = 120) -> None:
+    """Wait for the condition; `what` is said if it does not come."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, what
+        time.sleep(0.02)
 
 
 def free_port() -> int:

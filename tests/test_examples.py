@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import start
+from tests.ranks import on_processes
 
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
 OURS = ("forebay", "torch", "transformers")
@@ -47,10 +47,6 @@ def _run(path: str, folder: str) -> None:
 
 @pytest.mark.parametrize("path", _cases())
 def test_an_example_runs(path: Path, tmp_path: Path) -> None:
-    process = start(_run, str(path), str(tmp_path))
-    try:
-        out, errors = process.communicate(timeout=250)
-        assert process.returncode == 0, errors
-        assert out.strip(), "an example prints what it did"
-    finally:
-        process.kill()
+    codes, out, errors = on_processes(1, _run, str(path), str(tmp_path), seconds=250)
+    assert codes == [0], errors
+    assert out.strip(), "an example prints what it did"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import multiprocessing
 import os
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from forebay.estimate.plan import fit_run
 from forebay.estimate.processes import forked_map, usable
 from forebay.estimate.trace_cache import TraceCache
 from forebay.train.heartbeat import _is_gone
+from tests.ranks import wait_until
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
@@ -77,17 +77,10 @@ def test_processes_end_if_the_first_one_is_killed(tmp_path: Path) -> None:
 
     first = multiprocessing.get_context("fork").Process(target=plan)
     first.start()
-    _until(lambda: len(list(tmp_path.iterdir())) == 3)
+    wait_until(lambda: len(list(tmp_path.iterdir())) == 3, "not all have started", 20)
     first.kill()
     first.join()
-    _until(lambda: all(_is_gone(int(file.name)) for file in tmp_path.iterdir()))
-
-
-def _until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    wait_until(lambda: all(_is_gone(int(file.name)) for file in tmp_path.iterdir()), "some are left", 20)
 
 
 def test_a_plan_is_the_same_in_several_processes() -> None:

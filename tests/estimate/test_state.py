@@ -30,22 +30,11 @@ from forebay.memory.storage import local
 from forebay.train.distributed import Mesh
 from forebay.train.trainer import Trainer
 from tests.ranks import run_ranks
-from tests.train.common import MODEL
+from tests.train.common import MODEL, config, write_text
 
 
-def sections(folder: Path, **changes: dict[str, Any]) -> dict[str, Any]:
-    text = folder / "text.txt"
-    text.write_text("".join(f"line {i} of some text\n" for i in range(200)))
-    made: dict[str, Any] = {
-        "model": {"family": "qwen3_moe", "config": {**MODEL, "mlp_only_layers": [0]}},
-        "data": {"source": "text", "path": str(text), "cache": str(folder / "cache")},
-        "train": {"steps": 2, "batch": 4, "microbatch": 1, "sequence": 16},
-        "log": {"folder": str(folder / "run"), "progress": "off"},
-        "device": {"type": "cpu"},
-    }
-    for section, values in changes.items():
-        made[section] = {**made.get(section, {}), **values}
-    return made
+def tiny(folder: Path, **changes: dict[str, Any]) -> Config:
+    return config(write_text(folder), {**MODEL, "mlp_only_layers": [0]}, train={"microbatch": 1}, **changes)
 
 
 def size(tensor: torch.Tensor) -> int:
@@ -74,32 +63,31 @@ def planned(config: Config, world: int) -> dict[str, int]:
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_one_process(tmp_path: Path, dtype: str) -> None:
-    config = from_mapping(sections(tmp_path, model={"dtype": dtype}))
-    with Trainer(config) as trainer:
+    settings = tiny(tmp_path, model={"dtype": dtype})
+    with Trainer(settings) as trainer:
         real = held(trainer)
-    assert planned(config, 1) == real
+    assert planned(settings, 1) == real
 
 
 def test_tied_weights_count_once(tmp_path: Path) -> None:
-    config = from_mapping(sections(tmp_path, model={"config": {**MODEL, "tie_word_embeddings": True}}))
-    with Trainer(config) as trainer:
+    settings = tiny(tmp_path, model={"config": {**MODEL, "tie_word_embeddings": True}})
+    with Trainer(settings) as trainer:
         real = held(trainer)
-    assert planned(config, 1) == real
+    assert planned(settings, 1) == real
 
 
 def _two(rank: int, world: int, mapping: dict[str, Any]) -> dict[str, int]:
-    config = from_mapping(mapping)
-    with Mesh.open(config) as mesh, Trainer(config, mesh) as trainer:
+    settings = from_mapping(mapping)
+    with Mesh.open(settings) as mesh, Trainer(settings, mesh) as trainer:
         return held(trainer)
 
 
 @pytest.mark.parametrize("parallel", [{"ep": 1}, {"ep": 2}, {"replicate": 2}], ids=str)
 def test_two_processes(tmp_path: Path, parallel: dict[str, int]) -> None:
     """Shards of rank 0, the larger ones if two do not divide a length; experts by rank or by shard; replicas hold everything."""
-    mapping = sections(tmp_path, parallel=parallel, train={"microbatch": 1})
-    config = from_mapping(mapping)
-    real = run_ranks(_two, 2, mapping)
-    assert planned(config, 2) == real[0]
+    settings = tiny(tmp_path, parallel=parallel)
+    real = run_ranks(_two, 2, settings.to_dict())
+    assert planned(settings, 2) == real[0]
     assert real[0]["parameters"] >= real[1]["parameters"]
 
 

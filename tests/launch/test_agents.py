@@ -16,7 +16,7 @@ from forebay import cli
 from forebay.errors import PeerLost
 from forebay.launch import torchrun
 from forebay.train.loop import train
-from tests.ranks import Started, free_port, start, start_ranks
+from tests.ranks import Started, free_port, on_processes, start, wait_until
 from tests.train.common import GPU_SIZES, MODEL, config, config_file, metrics, quiet, write_text
 
 ROOT = Path(__file__).parents[2]
@@ -69,22 +69,16 @@ def begun(run: Path) -> tuple[int, int]:
 
 def wait_until_resumed(run: Path, before: tuple[int, int], processes: int) -> None:
     """By so many processes, and until they have trained a step."""
-    wait_for(lambda: begun(run)[0] != before[0] and begun(run)[1] == processes, f"no {processes} processes go on")
+    wait_until(lambda: begun(run)[0] != before[0] and begun(run)[1] == processes, f"no {processes} processes go on")
     done = steps_of(run)
-    wait_for(lambda: steps_of(run) > done, "they do not train")
+    wait_until(lambda: steps_of(run) > done, "they do not train")
 
 
 def processes_run(folder: Path, count: int, *arguments: str, steps: int = STEPS) -> list[float]:
     """Losses of a run, or of the rest of one, by processes without agents."""
     words = ["train", str(folder / "c.toml"), "--set", f"train.steps={steps}", *arguments]
-    started = start_ranks(cli.main, count, words)
-    try:
-        for one in started:
-            _, said = one.communicate(300)
-            assert one.returncode == 0, said
-    finally:
-        for one in started:
-            one.kill()
+    codes, _, said = on_processes(count, cli.main, words, seconds=300)
+    assert codes == [0] * count, said
     return losses(folder / "run", steps)
 
 
@@ -105,13 +99,6 @@ def kill(one: Started, workers: bool) -> None:
     one.kill()
     for worker in theirs if workers else []:
         os.kill(worker, signal.SIGKILL)
-
-
-def wait_for(condition: Callable[[], Any], what: str) -> None:
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert time.monotonic() < deadline, what
-        time.sleep(0.05)
 
 
 Agents = Callable[..., Started]
@@ -152,7 +139,7 @@ def test_a_killed_agent_comes_back(tmp_path: Path, start_agent: Agents) -> None:
     file, port = configure(tmp_path / "killed"), free_port()
     done = file.parent / "run"
     first, second = start_agent(file, 0, port), start_agent(file, 1, port)
-    wait_for(lambda: steps_of(done) > EVERY, "no checkpoint")
+    wait_until(lambda: steps_of(done) > EVERY, "no checkpoint")
     before, (dead,) = begun(done), children(second.pid)
     kill(second, workers=True)
     second = start_agent(file, 1, port)
@@ -190,7 +177,7 @@ def test_a_run_goes_on_with_fewer_processes_and_then_with_more(tmp_path: Path, s
     file, port = configure(tmp_path / "killed"), free_port()
     done = file.parent / "run"
     first, second = (start_agent(file, number, port, "1:2") for number in range(2))
-    wait_for(lambda: steps_of(done) > EVERY, "no checkpoint")
+    wait_until(lambda: steps_of(done) > EVERY, "no checkpoint")
     before = begun(done)
     kill(second, workers=False)
     wait_until_resumed(done, before, 1)
@@ -223,7 +210,7 @@ def test_agents_with_a_gpu_each(tmp_path: Path, start_agent: Agents) -> None:
 
         first, second = begin(0), begin(1)
         if name == "killed":
-            wait_for(lambda file=file: steps_of(file.parent / "run") > EVERY, "no checkpoint")
+            wait_until(lambda file=file: steps_of(file.parent / "run") > EVERY, "no checkpoint")
             kill(second, workers=True)
             second = begin(1)
         said = [one.communicate(200)[1] for one in (first, second)]

@@ -12,7 +12,6 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,7 @@ from forebay.config import load
 from forebay.launch import torchrun
 from forebay.launch.submit import ENGINES
 from tests.conftest import Run
-from tests.ranks import start
+from tests.ranks import start, wait_until
 from tests.test_cli import one_sentence
 
 TOML = """  # begins with spaces, and has a "quote", a $variable, a 'quote', an é and a tab:\t
@@ -325,11 +324,8 @@ def test_torchrun_ends_with_the_code_of_the_run(what: str, sent: int, code: int,
     options = ["--nproc-per-node=2", "--monitor-interval=0.02", str(tmp_path / "worker.py"), str(tmp_path), what]
     started = start(agent, options)
     try:
-        deadline = time.monotonic() + 60
-        while sent and len(list(tmp_path.glob("*.ready"))) < 2:
-            assert time.monotonic() < deadline
-            time.sleep(0.02)
         if sent:
+            wait_until(lambda: len(list(tmp_path.glob("*.ready"))) == 2, "the workers do not start", 60)
             started.send_signal(sent)
         assert started.wait(60) == code
     finally:

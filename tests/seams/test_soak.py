@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 import forebay
-from forebay.policy import BudgetError
 from tests.helpers import used_bytes
 from tests.seams.fuzzing import forebay_objects, only_new_objects
 
@@ -126,11 +125,3 @@ def test_a_thousand_steps_leave_as_much_as_sixty(policy: str) -> None:
         assert used_bytes(mem.manager.store.pool) == 0
         mem.detach()
         assert all(not p._backward_hooks for p in model.parameters())
-
-
-def test_a_budget_holds_where_the_loss_does_not_use_an_output() -> None:
-    model = Net()
-    forebay.manage(model, "auto", budget=1, min_bytes=1)
-    held: deque[Any] = deque(maxlen=5)
-    with pytest.raises(BudgetError, match="smallest"):
-        loop(model, range(1, 6), held, [])

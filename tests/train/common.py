@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ import torch.distributed as dist
 from rich.console import Console
 
 from forebay.config import Config, from_mapping
-from tests.ranks import start, start_ranks
 
 CPU = torch.device("cpu")
 MODEL: dict[str, Any] = {
@@ -233,20 +232,6 @@ def assert_near_steps(found: Steps, wanted: Steps, where: str) -> None:
 
 def train_command(config: Path, *overrides: str) -> list[str]:
     return ["train", str(config), *(part for o in overrides for part in ("--set", o))]
-
-
-def on_processes(
-    count: int, run: Callable[..., int], *arguments: Any, seconds: float = 120
-) -> tuple[list[int | None], str, str]:
-    """Exit codes of ``run(*arguments)`` in `count` processes, as torchrun starts more than one, and what they wrote on their two
-    streams."""
-    processes = start_ranks(run, count, *arguments) if count > 1 else [start(run, *arguments)]
-    try:
-        written = [process.communicate(timeout=seconds) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-    return [p.returncode for p in processes], "".join(o for o, _ in written), "".join(e for _, e in written)
 
 
 def config_file(folder: Path | str, config: Config) -> Path:

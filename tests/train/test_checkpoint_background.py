@@ -21,8 +21,8 @@ from forebay.train import checkpoint, restore, staging
 from forebay.train.checkpoint import Checkpoints, SavedCheckpoint
 from forebay.train.distributed import ALONE, Mesh
 from forebay.train.trainer import Trainer
-from tests.ranks import run_ranks
-from tests.train.common import config, config_file, differing, on_processes, state_of, train_command, write_text
+from tests.ranks import on_processes, run_ranks
+from tests.train.common import config, config_file, differing, state_of, train_command, write_text
 
 
 class Gate:

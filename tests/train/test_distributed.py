@@ -19,9 +19,9 @@ from forebay.errors import Preempted, ReportedElsewhere, RunError, UsageError, e
 from forebay.train.distributed import ALONE, Mesh, World
 from forebay.train.loop import train
 from forebay.train.trainer import Trainer
-from tests.ranks import run_ranks
+from tests.ranks import on_processes, run_ranks
 from tests.train import common
-from tests.train.common import CPU, MODEL, config_file, metrics, on_processes, quiet, train_command
+from tests.train.common import CPU, MODEL, config_file, metrics, quiet, train_command
 
 
 def with_keys(**sections: dict[str, Any]) -> Config:

@@ -26,8 +26,8 @@ from forebay.pipeline.schedule import make_plan
 from forebay.train.distributed import Mesh
 from forebay.train.engines import keep_stages
 from forebay.train.trainer import Trainer
-from tests.ranks import run_ranks
-from tests.train.common import WIDE, config, config_file, on_processes, whole, write_text
+from tests.ranks import on_processes, run_ranks
+from tests.train.common import WIDE, config, config_file, whole, write_text
 
 PLACED = {**WIDE, "num_hidden_layers": 5, "moe_intermediate_size": 12}
 SCHEDULES = ("dualpipev", "zbv", "interleaved-1f1b")

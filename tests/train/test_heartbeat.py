@@ -17,7 +17,7 @@ from forebay.cli import main
 from forebay.errors import PeerLost, RunError
 from forebay.train.heartbeat import Heartbeat, ending_after
 from forebay.train.loop import _naming_lost
-from tests.ranks import Started, free_port, start, start_ranks
+from tests.ranks import Started, free_port, start, start_ranks, wait_until
 from tests.train.common import config, config_file, train_command, write_text
 
 
@@ -31,20 +31,13 @@ def start_four(folder: Path, timeout: int) -> list[Started]:
     return start_ranks(main, 4, train_command(config_file(folder, settings)))
 
 
-def wait_for_checkpoint(folder: Path) -> None:
-    deadline = time.monotonic() + 120
-    while not list(folder.glob("run/checkpoints/step-*")):
-        assert time.monotonic() < deadline, "no checkpoint appeared"
-        time.sleep(0.2)
-
-
 # A frozen process is named after 0.8 of the timeout, at which collectives end the others without a name: at 15 s, a busy machine
 # ran into that.
 @pytest.mark.parametrize(("how", "timeout"), [(signal.SIGKILL, 90), (signal.SIGSTOP, 40)])
 def test_a_dead_or_frozen_process_is_named(tmp_path: Path, how: signal.Signals, timeout: int) -> None:
     processes = start_four(tmp_path, timeout)
     try:
-        wait_for_checkpoint(tmp_path)
+        wait_until(lambda: list(tmp_path.glob("run/checkpoints/step-*")), "no checkpoint appeared")
         began = time.monotonic()
         processes[2].send_signal(how)
         others = [p for rank, p in enumerate(processes) if rank != 2]

@@ -22,8 +22,9 @@ from torch.nn.utils import parametrizations
 from transformers import DynamicCache
 
 import forebay
+from forebay.moe.dispatch import LocalDispatcher
 from tests.seams.test_soak import containers
-from tests.seams.wrapping import ROWS, THEIRS, VOCABULARY, batch, tiny
+from tests.seams.wrapping import LENGTH, ROWS, THEIRS, VOCABULARY, batch, tiny
 
 WIDTH = 8
 POLICIES = ["keep", "recompute", "offload"]
@@ -240,6 +241,41 @@ def test_two_threads_at_once(hasty_threads: None) -> None:
         with forebay.manage(model, policy, min_bytes=1), ThreadPoolExecutor(2) as pool:
             for right in pool.map(lambda n: torch.equal(gradient(n % 4), wanted[n % 4]), range(80)):
                 assert right, policy
+
+
+# --- settings of the whole process ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("policy", ["offload", {"*.experts": "stash"}], ids=str)
+def test_a_default_device_is_not_that_of_host_memory(policy: Any) -> None:
+    """After ``torch.set_default_device("cuda")``, as scripts begin with, what has to be on the host says so itself."""
+
+    def run(device: str) -> list[Tensor]:
+        model, found = tiny(use_cache=False), []
+        dispatcher = LocalDispatcher(4) if policy != "offload" else None
+        batches = [batch(n) for n in range(3)]
+        positions = torch.arange(LENGTH)[None]
+        with torch.device(device), forebay.manage(model, policy, min_bytes=1, dispatcher=dispatcher) as mem:
+            for ids in batches:
+                model(input_ids=ids, labels=ids, position_ids=positions).loss.backward()
+                found += [p.grad.clone() for p in model.parameters() if p.grad is not None]
+                model.zero_grad()
+                if mem.pages is not None:
+                    mem.pages.end_step()
+        return found
+
+    assert all(map(torch.equal, run("meta"), run("cpu")))
+
+
+def test_hooks_on_saved_tensors_may_be_forbidden() -> None:
+    original = net()
+    wanted = step(copy.deepcopy(original))
+    for policy in ("keep", "recompute", "offload"):
+        model = copy.deepcopy(original)
+        with forebay.manage(model, policy, min_bytes=1), torch.autograd.graph.disable_saved_tensors_hooks("none here"):
+            warned = pytest.warns(UserWarning, match="allows no hooks") if policy == "offload" else nullcontext()
+            with warned:
+                assert all(map(torch.equal, step(model), wanted)), policy
 
 
 # --- a model that changes under management -----------------------------------------------------------------------------

@@ -437,8 +437,8 @@ def _take_reference(stack: FreePages, wanted: Sequence[tuple[Tensor, int, int]],
             out = head + n_pages - tail
             pages[:count] = numbers[out : out + count]
             head += count
-        table.copy_(torch.tensor(pages, dtype=torch.int32))
-    stack.state.copy_(torch.tensor([head, tail, max(short, missing), most]))
+        table.copy_(torch.tensor(pages, dtype=torch.int32, device="cpu"))
+    stack.state.copy_(torch.tensor([head, tail, max(short, missing), most], device="cpu"))
 
 
 def _give_reference(stack: FreePages, tables: Sequence[Tensor]) -> None:

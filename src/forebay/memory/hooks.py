@@ -120,7 +120,7 @@ class Manager:
         self._around: Callable[[str], AbstractContextManager[Any]] | None = None
         self._kept_bytes: dict[str, int] = {}  # bytes that each kept or recomputed region was seen to save
         self._warned: set[str] = set()  # regions that ran where they cannot be managed
-        self._empty = torch.empty(0)
+        self._empty = torch.empty(0, device="cpu")
         self._backward_task = -1  # autograd's number of the backward that runs, or ran last
         self._reached: set[int] = set()  # forwards of the step that it goes through
         self._base: int | None = None  # bytes allocated before the step that is about to begin
@@ -637,6 +637,8 @@ def _foreign_saved_tensor_hooks() -> str | None:
     """
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return "a torch.func transform, which allows no hooks on saved tensors"
+    if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
+        return "a context that allows no hooks on saved tensors"
     if torch._C._current_graph_task_id() != -1:
         return _CHECKPOINT
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)

@@ -482,7 +482,7 @@ class HostPool:
 
     def _grow(self, size: int) -> _Slab:
         try:
-            memory = torch.empty(size, dtype=torch.uint8)
+            memory = torch.empty(size, dtype=torch.uint8, device="cpu")  # whatever the default device is
         except RuntimeError as error:
             raise MemoryError(
                 f"cannot allocate {size} bytes of host memory for offloaded activations; this pool already holds "

@@ -255,7 +255,7 @@ class PageStore:
                 free.pages.copy_(fresh.pages)
                 free.state.copy_(fresh.state)
             else:
-                free.state.copy_(torch.tensor([head, tail, 0, out]))
+                free.state.copy_(torch.tensor([head, tail, 0, out], device="cpu"))
             self._last_stream = self._stream()
         self._most_own = self._total.device + self._total.host
         resized = idle and self._fit(most)
@@ -360,7 +360,7 @@ class PageStore:
     def _host_memory(self, pages: int, host_block: HostBlock | None) -> tuple[Tensor, HostBlock | None]:
         """Memory of host pages, from `host_block` if there is one; it lives as long as the block."""
         if not pages:
-            return torch.empty(0, dtype=torch.uint8), host_block
+            return torch.empty(0, dtype=torch.uint8, device="cpu"), host_block
         if host_block is None:
             pool = HostPool(pin=self.device.type == "cuda", small_slab=0)
             host_block = pool.take(pages * self.page_bytes)

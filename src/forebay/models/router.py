@@ -177,7 +177,7 @@ class RouterStats:
 
     def add_counts(self, counts: dict[str, Tensor]) -> None:
         """Add `counts`. The tensors stay the caller's, who may write to them."""
-        none = torch.zeros((), dtype=torch.int64)
+        none = torch.zeros((), dtype=torch.int64, device="cpu")
         self._counts = {
             path: self._counts.get(path, none) + counts.get(path, none) for path in {**self._counts, **counts}
         }

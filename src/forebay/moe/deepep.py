@@ -91,7 +91,7 @@ class DeepEpDispatcher(TokenDispatcher):
             config=self._settings[0],
         )
         # `per_expert` is a list: buffer.dispatch has waited for it.
-        counts = torch.tensor([rows.shape[0], sum(per_expert)])
+        counts = torch.tensor([rows.shape[0], sum(per_expert)], device="cpu")
         return rows, local_ids.to(torch.int32), row_weights.to(weights.dtype), [counts, *handle]
 
     def spread(self, values: Tensor, handle: Sequence[Tensor], n_rows: int) -> Tensor:
@@ -139,7 +139,7 @@ class DeepEpDispatcher(TokenDispatcher):
         )
         handle = [torch.empty(shape, dtype=torch.int32, device=device) for shape in shapes]
         handle[4] = handle[4].bool()
-        return received, [torch.empty(2, dtype=torch.int64), *handle]
+        return received, [torch.empty(2, dtype=torch.int64, device="cpu"), *handle]
 
     def close(self) -> None:
         """Free the buffer. Collective."""

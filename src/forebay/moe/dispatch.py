@@ -256,7 +256,7 @@ class NcclDispatcher(TokenDispatcher):
         """R and S are known only on the device."""
         sent = torch.empty(torch.library.get_ctx().new_dynamic_size(), dtype=torch.int32, device=device)
         places = torch.empty((tokens, self.size), dtype=torch.int32, device=device)
-        return None, [sent, places, torch.empty(2 * self.size + 1, dtype=torch.int64)]
+        return None, [sent, places, torch.empty(2 * self.size + 1, dtype=torch.int64, device="cpu")]
 
     def _return(self, rows: Tensor, handle: Sequence[Tensor], init: Tensor | None) -> Tensor:
         _, places, splits = handle

@@ -55,7 +55,7 @@ class HierarchicalDispatcher(TokenDispatcher):
         super().__init__(group.rank(), group.size(), num_experts)
         if self.size % per_node:
             raise ValueError(f"nodes of {per_node} ranks do not divide a group of {self.size}")
-        nodes, ranks = self.size // per_node, torch.arange(self.size).view(-1, per_node)
+        nodes, ranks = self.size // per_node, torch.arange(self.size, device="cpu").view(-1, per_node)
         self._groups = [_own_part(group, parts, timeout) for parts in (ranks.t().tolist(), ranks.tolist())]
         self._across = NcclDispatcher(self._groups[0], num_experts)
         self._inside = make_inside(self._groups[1], num_experts // nodes, nodes)

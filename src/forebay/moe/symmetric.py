@@ -178,7 +178,7 @@ class SymmetricDispatcher(TokenDispatcher):
             torch.empty((tokens, self.size), dtype=torch.int32, device=device),
             torch.empty(self.size + 1, dtype=torch.int32, device=device),
         ]
-        return rows, [*handle, torch.empty(2, dtype=torch.int64)] if self._exact else handle
+        return rows, [*handle, torch.empty(2, dtype=torch.int64, device="cpu")] if self._exact else handle
 
     @contextmanager
     def exactly(self) -> Iterator[None]:

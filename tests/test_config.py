@@ -110,6 +110,8 @@ def test_overrides(tmp_path: Path) -> None:
         ),
         (with_key("parallel", pp=2, overlap=True), ["parallel.overlap", "'dualpipev' overlaps by itself"]),
         ({"model": {"family": "mixtral", "loss": "transformers"}, "parallel": {"pp": 2}}, ["model.loss = 'fused'"]),
+        (with_key("model", loss="transformers") | {"parallel": {"overlap": True}}, ["parallel.overlap = true needs"]),
+        (with_key("memory", policy="offload") | {"parallel": {"overlap": True}}, ["parallel.overlap = true supports"]),
         (PIPELINE | {"memory": {"policy": "auto", "budget": "1GiB"}}, ["memory.policy = auto", "keep", "'stash'"]),
         (with_key("memory", pages="1GiB"), ["memory.pages", "'stash'"]),
         (with_key("memory", policy={"*.mlp": "stash"}, pages="much"), ["memory.pages", "'much'"]),

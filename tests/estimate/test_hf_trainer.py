@@ -17,7 +17,7 @@ from forebay.estimate.hf_trainer import TrainerPlan, add_lora, plan_trainer, rea
 from forebay.estimate.trace import trace_model
 from forebay.estimate.types import ModelTrace, Shape
 from forebay.managed import manage
-from tests.estimate.test_trace import BATCH, SEQUENCE, built, by_sublayer
+from tests.estimate.test_trace import BATCH, SEQUENCE, assert_saves, built, by_sublayer
 
 TARGETS = ("q_proj", "o_proj")
 
@@ -41,20 +41,12 @@ def really(model: Any, theirs: bool) -> dict[str, int]:
         return by_sublayer(managed.profile(step).by_region)
 
 
-def check(trace: ModelTrace, real: dict[str, int]) -> None:
-    for number, layer in enumerate(trace.layers):
-        shared = trace.shared if number == 0 else 0
-        assert layer.attention.saved + shared == real[f"model.layers.{number}.self_attn"]
-        assert layer.mlp.saved == real[f"model.layers.{number}.mlp"]
-    assert trace.embedding.saved + trace.head.saved == real[""]
-
-
 @pytest.mark.parametrize(
     ("family", "dtype"), [("qwen3_moe", torch.bfloat16), ("deepseek_v3", torch.bfloat16), ("llama", torch.float32)]
 )
 def test_saved_bytes_under_autocast_are_those_of_a_real_model(family: str, dtype: torch.dtype) -> None:
     """Weights in bf16, and weights in fp32, of which autocast saves copies."""
-    check(traced(built(family, "meta", dtype), True), really(built(family, dtype=dtype), True))
+    assert_saves(traced(built(family, "meta", dtype), True), really(built(family, dtype=dtype), True))
 
 
 @pytest.mark.integration
@@ -72,7 +64,7 @@ def test_lora_is_that_of_peft(theirs: bool) -> None:
         return {n.removeprefix("base_model.model."): (p.shape, p.dtype, p.requires_grad) for n, p in named}
 
     assert parameters(ours) == parameters(wrapped)
-    check(traced(ours, theirs), really(wrapped, theirs))
+    assert_saves(traced(ours, theirs), really(wrapped, theirs))
 
 
 # --- arguments --------------------------------------------------------------------------------------------------------

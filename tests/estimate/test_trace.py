@@ -72,6 +72,16 @@ def peaks(part: PartTrace, hidden: int) -> tuple[int, int]:
     return peak_of(events.forward), peak_of(both, len(events.forward))
 
 
+def assert_saves(trace: ModelTrace, real: dict[str, int]) -> None:
+    """The bytes that each sublayer of the traced model saves are the `real` ones by path."""
+    for number, layer in enumerate(trace.layers):
+        shared = trace.shared if number == 0 else 0
+        assert layer.attention.saved + shared == real[f"model.layers.{number}.self_attn"]
+        assert layer.mlp.saved == real[f"model.layers.{number}.mlp"]
+    # The batch itself is among what the embedding and the loss save; the loss's targets are not held for backward.
+    assert trace.embedding.saved + trace.head.saved == real[""]
+
+
 @pytest.mark.parametrize(
     ("family", "dtype"), cover([f for f in FAMILIES if f != "gpt_oss"], [torch.bfloat16, torch.float32])
 )
@@ -79,13 +89,8 @@ def test_saved_bytes_are_those_of_a_real_model(family: str, dtype: torch.dtype) 
     """Dense and MoE sublayers, latent attention and grouped, in two dtypes."""
     trace, real = traced(family, dtype), really(family, dtype, "sdpa")
     assert len(trace.layers) == 3
-    for number, layer in enumerate(trace.layers):
-        shared = trace.shared if number == 0 else 0
-        assert layer.attention.saved + shared == real[f"model.layers.{number}.self_attn"]
-        assert layer.mlp.saved == real[f"model.layers.{number}.mlp"]
     assert trace.shared > 0  # rotary tables
-    # The batch itself is among what the embedding and the loss save; the loss's targets are not held for backward.
-    assert trace.embedding.saved + trace.head.saved == real[""]
+    assert_saves(trace, real)
 
 
 def test_saved_bytes_of_eager_attention_with_windows() -> None:

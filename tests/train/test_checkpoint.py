@@ -317,20 +317,22 @@ def test_metadata_runs_nothing(tmp_path: Path, where: Callable[[Any, Any], Any],
     assert not (tmp_path / "mark").exists()
 
 
-@pytest.mark.parametrize("name", ["model.0.weight", "optimizer.state.0.weight.exp_avg", "rng.0-cpu"])
-def test_a_value_in_the_place_of_a_tensor_runs_nothing(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "as_value", "message"),
+    [
+        ("model.0.weight", True, "0.weight is not a tensor"),
+        ("optimizer.state.0.weight.exp_avg", True, "optimizer.state.0.weight.exp_avg is not a tensor"),
+        ("rng.0-cpu", True, "rng.0-cpu is not a tensor"),
+        ("model.0.weight", False, "not plain data, and are not unpickled"),
+    ],
+)
+def test_an_object_in_the_place_of_a_tensor_runs_nothing(
+    tmp_path: Path, name: str, as_value: bool, message: str
+) -> None:
     """torch unpickles values that are no tensors, and the checkpoint says which are."""
     path = Checkpoints(tmp_path).save(1, *make(), {})
-    replaced(path, name, tmp_path / "mark", as_value=True)
-    with pytest.raises(RunError, match=f"{name.removeprefix('model.')} is not a tensor"):
-        restore.load(path, *make())
-    assert not (tmp_path / "mark").exists()
-
-
-def test_an_object_in_the_place_of_a_tensors_bytes_runs_nothing(tmp_path: Path) -> None:
-    path = Checkpoints(tmp_path).save(1, *make(), {})
-    replaced(path, "model.0.weight", tmp_path / "mark", as_value=False)
-    with pytest.raises(RunError, match="not plain data, and are not unpickled"):
+    replaced(path, name, tmp_path / "mark", as_value)
+    with pytest.raises(RunError, match=message):
         restore.load(path, *make())
     assert not (tmp_path / "mark").exists()
 

@@ -201,12 +201,6 @@ def test_a_partition_that_does_not_fit_the_model(layers: int, parallel: dict[str
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("section", [{"memory": {"policy": "offload"}}, {"model": {"loss": "transformers"}}])
-def test_what_overlap_cannot_do(section: dict[str, Any]) -> None:
-    with pytest.raises(UsageError, match=r"parallel.overlap"):
-        config("/nowhere", **section, parallel={"overlap": True})
-
-
 def test_tied_embeddings_need_a_v() -> None:
     """Without one, the first and the last stage are on two ranks."""
     model: Any = SimpleNamespace(config=AutoConfig.for_model("qwen3_moe", tie_word_embeddings=True))

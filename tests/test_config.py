@@ -150,6 +150,7 @@ def test_overrides(tmp_path: Path) -> None:
         (with_key("data", source="text", path=["a", "\0"]), ["data.path", "a NUL character"]),
         (with_key("parallel", timeout=10**14), ["parallel.timeout", "at most 1000000000"]),
         (with_key("device", threads=100_000), ["device.threads = 100000", "at most 1024"]),
+        (with_key("log", folder="."), ["log.folder = '.' names no folder", "'runs/forebay'"]),
         (with_key("log", timeline=-1), ["log.timeline = -1", "at least 0"]),
         (with_key("log", timeline=3), ["log.timeline = 3", "parallel.pp is 1", "leave log.timeline out"]),
         (

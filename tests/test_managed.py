@@ -234,6 +234,18 @@ def test_torch_func_runs_the_models_own_experts_and_loss_or_is_refused(model, to
         torch.func.grad(loss)(torch.ones(1, 4))
 
 
+def test_an_ensemble_under_vmap_is_that_of_the_plain_model(model, tokens):
+    model.set_experts_implementation("grouped_mm")  # eager experts have shapes that vmap refuses
+    weights = {name: torch.stack([p.detach(), p.detach() * 0.5]) for name, p in model.named_parameters()}
+
+    def logits(weights):
+        return torch.func.functional_call(model, weights, (tokens,)).logits
+
+    expected = torch.func.vmap(logits)(weights)
+    with forebay.manage(model, "keep"):
+        assert torch.equal(torch.func.vmap(logits)(weights), expected)
+
+
 def test_a_profile_neither_plans_nor_drops_a_plan(model, tokens):
     """A plan that is made or dropped while placements are off would switch light recomputation within the profile."""
     mem = forebay.manage(model, policy="auto", budget="1GiB", min_bytes=1)

@@ -7,6 +7,7 @@ would be valid. `check` needs the configuration only, `check_world` the number o
 import re
 from collections.abc import Iterator
 from itertools import count
+from pathlib import Path
 
 from forebay.config.fast_path import implied
 from forebay.config.sections import SOURCES, Config, Data, DataSource, Memory, parse_duration
@@ -81,6 +82,8 @@ def _mistakes(c: Config) -> Iterator[str]:
             "an even load, or 0 for exact sizes"
         )
     yield from _graph_mistakes(c)
+    if not Path(c.log.folder).name:  # "", "." and "/", to which no number can be added
+        yield f"log.folder = {c.log.folder!r} names no folder; valid is such as 'runs/forebay'"
     if c.log.prometheus and not c.log.prometheus.endswith(".prom"):
         yield f"log.prometheus = {c.log.prometheus!r} must end in .prom: node-exporter reads no other files"
     yield from _remote_mistakes(c.checkpoint.remote)

@@ -13,6 +13,9 @@ making the estimator (-3.9 to +5.0 % of what they reserved). Of the 45 runs of b
 one took less by more (a plan 6.8 % too high), and none took over 3.1 % more."""
 TIME_ERROR = 0.15
 """The same for the time of a step: those four took up to 13 % longer than planned."""
+HOSTS = 1.6
+"""How much longer a slow host takes for the same launches: the same configurations took 115 and 68 ms, and 27 and 18 ms, on two
+machines with H200s (runs 21 and 12 of the second blind draw, and benchmarks/results/step_kernels.json)."""
 ALLOWANCE = f"with {100 * ERROR:.0f} % of the peak left for the plan's own error"
 
 

@@ -129,7 +129,7 @@ class Clock:
             return moved / _UNVECTORIZED + gap
         rate = self.device.at("matmul_fp32" if self.wide else _RATES[op.kind], op.flops)
         share = _UNALIGNED if op.kind == "gemm_unaligned" else 1.0
-        return max(op.flops / (rate * share), moved) + gap
+        return max(op.flops * op.padding / (rate * share), moved) + gap
 
     def _all_to_all(self, count: float) -> float:
         """The transfers within the node and between nodes run at once, or one after the other where rows cross once a node."""
@@ -163,18 +163,19 @@ def dispatch_wait(config: Config) -> float:
     return _SYNCHRONIZED["nccl"]
 
 
-SUBLAYER_LAUNCHES = 240
+SUBLAYER_LAUNCHES = 170
 """Host time of a sublayer's forward or backward besides its kernels (guards, hooks, autograd, Triton's launches), in
-operations of the profile's `launch`: 1.4 ms. Calibrated on run 06 of benchmarks/results/planner_blind_1_measured.jsonl, 17
-compiled layers whose steps take what the host takes."""
-CUT_LAUNCHES = 320
+operations of the profile's `launch`: 1.0 ms. Calibrated on 2:21 of benchmarks/results/step_kernels.json, six compiled layers
+whose device is idle for a third of the step. On another host the same step took 1.7 times as long."""
+CUT_LAUNCHES = 300
 """The same for a sublayer that is split at the token dispatcher: segments, streams, FSDP2's experts. Calibrated with the H200's
-`launch`, on eager runs of several hosts: see docs/estimator.md."""
+`launch`, on eager runs of several hosts (docs/estimator.md) and on 2:00 of benchmarks/results/step_kernels.json."""
 ALL_TO_ALL_LAUNCHES = 15
 """Host time of an all-to-all: 0.09 ms eager (benchmarks/results/ep_exchange_4gpu.md)."""
-STASH_LAUNCHES = 55
-"""Host time of pages in a sublayer's forward or backward: 85 ms in 128 layers, stash against capacity, both eager
-(benchmarks/results/paging_ep2_memory.md)."""
+_STORE_LAUNCHES: Mapping[str, int] = MappingProxyType({"stash": 55, "offload": 70})
+"""Host time of a store in a sublayer's forward or backward. Pages: 85 ms in 128 layers, stash against capacity, both eager
+(benchmarks/results/paging_ep2_memory.md). Copies to the host: by how much run 06 of
+benchmarks/results/planner_blind_1_measured.jsonl, 17 layers of which 10 are offloaded, is slower than kept ones."""
 
 
 _KEPT: Mapping[str, str] = MappingProxyType({})
@@ -211,12 +212,16 @@ class LayerTimer:
     def _sublayer(self, part: PartTrace, placement: str) -> tuple[KernelTime, KernelTime]:
         p, step = self.config.parallel, self.config.step
         forward, backward = self.clock.both_ways(part)
+        more = again = CUT_LAUNCHES if p.pp > 1 or step.overlap or p.ep > 1 else SUBLAYER_LAUNCHES
         if placement == "recompute":
             light = part.light_ops if self.config.memory.recompute != "full" else ()
             backward = self.clock.kernel_time(light) if light else forward + backward
-        more = STASH_LAUNCHES if placement == "stash" else 0
-        more += CUT_LAUNCHES if p.pp > 1 or step.overlap or p.ep > 1 else SUBLAYER_LAUNCHES
-        return _with_launches(forward, part.forward_ops, more), _with_launches(backward, part.backward_ops, more)
+            again += 0 if light else more  # the host runs the forward's Python too
+        beside = _STORE_LAUNCHES.get(placement, 0)
+        return (
+            _with_launches(forward, part.forward_ops, more + beside),
+            _with_launches(backward, part.backward_ops, again + beside),
+        )
 
 
 def _with_launches(kernel_time: KernelTime, ops: Sequence[OpCost], more: int) -> KernelTime:

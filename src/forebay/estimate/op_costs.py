@@ -7,6 +7,7 @@ Input: each operation as `forebay.estimate.op_recorder` sees it run on fake tens
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -24,6 +25,10 @@ _NOT_FUSED = frozenset(
 _UNVECTORIZED = frozenset("cat stack repeat max min argmax argmin gather scatter index".split())
 _REDUCTIONS = frozenset("sum mean amax amin".split())
 _CONVERSIONS = frozenset("_to_copy copy copy_ _softmax _log_softmax _softmax_backward_data".split())
+_ROW_PASSES = frozenset("_softmax _log_softmax _softmax_backward_data max amax".split())
+_ROW_PASS_BYTES = 9
+"""Bytes an element by which a compiled pass over rows takes longer than its memory: exponentials, and a loop over each row. Of 7
+passes on an H200: 0.37 to 0.53 ms for 105 MB of GPT-OSS's scores with a sink, forward and backward, 6.9 ms for 2.1 GB without."""
 _ROUTE_KERNELS = 20
 """`forebay.moe.routing.route`, a sort and what is around it, takes as long as so many empty kernels: 0.08 ms
 (benchmarks/results/experts.md)."""
@@ -64,6 +69,7 @@ class Tally:
         self._read: set[Any] = set()
         self._made: set[int] = set()
         self._bytes = self._kernels = 0
+        self._passes: list[OpCost] = []  # over rows, of the open run
         self._unwritten: dict[
             int, int
         ] = {}  # bytes of storages that runs made and nothing outside has read, by address
@@ -96,7 +102,9 @@ class Tally:
         elif base in _NO_KERNEL or getattr(func, "is_view", False):
             return
         elif flops:
-            self._separate(args, kwargs, [_matmul_or_attention(func, args, kwargs, out, flops)])
+            cost = _matmul_or_attention(func, args, kwargs, out, flops)
+            # Inductor copies and pads operands whose rows are unaligned.
+            self._separate(args, kwargs, [replace(cost, kind="gemm") if self._fused and "gemm" in cost.kind else cost])
         else:
             self._moves(base, args, kwargs, out)
 
@@ -115,12 +123,18 @@ class Tally:
             self._separate(args, kwargs, [OpCost(kind, 0, sum(map(_bytes, (*sources, *results))))])
         else:
             self._kernels = 1
+            if base in _ROW_PASSES:
+                self._row_pass(sources[0])
             for tensor in sources:
                 if _key(tensor) not in self._made:
                     self._read_in_run(tensor)
             for tensor in results:
                 self._made.add(_key(tensor))
                 self._unwritten[_key(tensor)] = _bytes(tensor)
+
+    def _row_pass(self, rows: Tensor) -> None:
+        kind = "unvectorized" if _is_unaligned(rows) else "pointwise"
+        self._passes.append(OpCost(kind, 0, _ROW_PASS_BYTES * rows.numel(), 0))
 
     def _read_in_run(self, tensor: Tensor) -> None:
         key = _key(tensor)
@@ -161,7 +175,8 @@ class Tally:
     def _close(self) -> None:
         if self._kernels and self._bytes:
             self._done.append(OpCost("pointwise", 0, self._bytes, self._kernels))
-        self._read, self._made = set(), set()
+        self._done.extend(self._passes)
+        self._read, self._made, self._passes = set(), set(), []
         self._bytes = self._kernels = 0
 
 
@@ -170,11 +185,39 @@ def _matmul_or_attention(func: Any, args: Any, kwargs: Any, out: Any, flops: int
     moved = sum(map(_bytes, (*_tensors((args, kwargs)), *_tensors(out))))
     if "attention" in name:
         named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
-        if named.get("is_causal"):  # torch's formula counts all pairs
+        causal = bool(named.get("is_causal"))
+        if causal:  # torch's formula counts all pairs
             flops //= 2
-        return OpCost("attention_backward" if "backward" in name else "attention", flops, moved)
+        kind = "attention_backward" if "backward" in name else "attention"
+        return OpCost(kind, flops, moved, padding=_attention_padding(named["query"], named["value"], causal))
     unaligned = any(map(_is_unaligned, (*_tensors((args, kwargs)), *_tensors(out))))
     return OpCost("gemm_unaligned" if unaligned else "gemm", flops, moved)
+
+
+_TILE = 128
+"""Queries and keys of a tile of cuDNN's attention on Hopper."""
+_WIDTH = 64
+"""Widths of heads are padded to multiples of it."""
+_EXPONENTIALS = 200
+"""Columns of a head that take as long as a pair's exponential: heads of 64 take 0.73 of the time of heads of 128, for which rates
+are measured."""
+_MULTIPROCESSORS = 132
+"""Of an H100 or H200; other GPUs have 108 to 148."""
+
+
+def _attention_padding(query: Tensor, value: Tensor, causal: bool) -> float:
+    """What attention takes in whole tiles and exponentials, over what its FLOPs would take with heads of 128.
+
+    A multiprocessor takes 128 queries of a head, the longest first: with few heads all wait for the longest one.
+    Query is [B, H, S, D], value [B, H, T, V].
+    """
+    batch, heads, length, width = query.shape
+    rows, keys = -(-length // _TILE), -(-value.shape[2] // _TILE)
+    tiles = batch * heads * (rows * (rows + 1) / 2 if causal else rows * keys)
+    pairs = batch * heads * length * value.shape[2] / (2 if causal else 1)
+    padded = sum(-(-n // _WIDTH) * _WIDTH for n in (width, value.shape[3]))
+    columns = (padded + _EXPONENTIALS) * 256 / (256 + _EXPONENTIALS)
+    return columns / (width + value.shape[3]) * max(tiles, _MULTIPROCESSORS * keys) * _TILE**2 / pairs
 
 
 def _is_unaligned(matrix: Tensor) -> bool:
@@ -224,9 +267,14 @@ def _bytes(tensor: Tensor) -> int:
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
+_PADDING = 64
+"""Rows of an expert that its last tile of 128 computes besides its own, on average: rates are measured with whole tiles."""
+
+
 def _grouped(kind: str, rows: int, inner: int, outer: int, experts: int, size: int) -> OpCost:
     """Rows of `inner` elements times the matrix [inner, outer] of their expert, or the gradient of those matrices."""
-    return OpCost(kind, 2 * rows * inner * outer, size * (rows * (inner + outer) + experts * inner * outer))
+    moved = size * (rows * (inner + outer) + experts * inner * outer)
+    return OpCost(kind, 2 * rows * inner * outer, moved, padding=1 + min(1.0, experts * _PADDING / max(1, rows)))
 
 
 def _moved(*elements: int, size: int, kernels: int = 1) -> OpCost:
@@ -310,11 +358,10 @@ def _cross_entropy(
 def _grouped_mm(tally: Tally, left: Tensor, right: Tensor, offs: Tensor, *_: Any, **__: Any) -> list[OpCost]:
     """Rows [R, K] with matrices [E, K, N]; or [K, R] with rows [R, N], for the gradient of E matrices. torch has no FLOP
     formula."""
-    flops = 2 * left.numel() * right.shape[-1]
-    weights = left.dim() == right.dim() == 2
-    results = left.shape[0] * right.shape[-1] * (offs.numel() if weights else 1)
-    size = left.element_size()
-    return [OpCost("grouped_weights" if weights else "grouped", flops, size * (left.numel() + right.numel() + results))]
+    weights, experts = left.dim() == right.dim() == 2, offs.numel()
+    inner, rows = left.shape if weights else reversed(left.shape)
+    kind = "grouped_weights" if weights else "grouped"
+    return [_grouped(kind, rows, inner, right.shape[-1], experts, left.element_size())]
 
 
 _FLEX_BLOCK = 128

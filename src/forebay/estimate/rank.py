@@ -250,9 +250,11 @@ def layers_and_ends(stages: Mapping[int, StageLayers]) -> tuple[list[int], bool,
 FSDP_LAUNCHES = 500
 """Host time of a group of FSDP2 in a microbatch's forward (a third) and backward besides its kernels, in operations of the
 profile's `launch`: 3 ms. Calibrated on runs 01, 04 and 21 of benchmarks/results/planner_blind_1_measured.jsonl."""
-STEP_LAUNCHES = 1000
-"""Host time of a step in which the device is idle: the batch, the optimizer's groups, reading the loss. 6 ms. Calibrated on the
-grid, see docs/estimator.md, and on runs 12, 13, 15 and 18 of the first blind draw."""
+STEP_LAUNCHES = 700
+"""Host time of a step in which the device is idle: the batch, the optimizer's groups, reading the loss. 4.2 ms. Calibrated on
+benchmarks/results/step_kernels.json."""
+GRAPH_STEP_LAUNCHES = 200
+"""The same with a step's CUDA graph: 1.3 ms of 2:10 there."""
 
 
 @dataclass(frozen=True)
@@ -276,14 +278,14 @@ class StepTimer:
         device = self.run.clock.device
         stages = [self.run.plan.stages(rank) for rank in range(pp)]
         actions = [self.run.computations(rank) for rank in range(pp)]
-        times = {n: self._stage(stage, engine) for mine in stages for n, stage in mine.items()}
+        times = self._times(stages, engine, 0.0)
         ranks = [next(r for r, mine in enumerate(stages) if n in mine) for n in sorted(times)]
         message, contention = self._message() if pp > 1 else 0.0, device.at("contention")
         on_device = schedule_time(actions, ranks, times, message, engine, contention)
-        launch = 0.0 if config.step.graph else device.at("launch")
-        launched = on_device.seconds
+        launch, launched = self._launch, on_device.seconds
         if launch:
-            launched = schedule_time(actions, ranks, times, message, engine, contention, launch).seconds
+            late = self._times(stages, engine, launch) if self._offloads_all else times
+            launched = schedule_time(actions, ranks, late, message, engine, contention, launch).seconds
         waits = 1 + PIPELINE_WAIT_SHARE if self._offloads_all and self._alternates else 1.0
         overheads = [self._overhead(rank, stages[rank]) for rank in range(pp)]
         slowest = max(overheads, key=lambda b: b.gather + b.reduce)
@@ -299,8 +301,14 @@ class StepTimer:
             exposed=on_device.exposed,
             tokens=config.train.batch * config.train.sequence,
             measured=bool(device.measured()),
-            around=STEP_LAUNCHES * device.at("launch"),
+            launch=self._launch,
+            around=(GRAPH_STEP_LAUNCHES if config.step.graph else STEP_LAUNCHES) * device.at("launch"),
         )
+
+    @property
+    def _launch(self) -> float:
+        """Seconds of the host for a launch."""
+        return 0.0 if self.run.config.step.graph else self.run.clock.device.at("launch")
 
     @property
     def _offloads_all(self) -> bool:
@@ -314,7 +322,10 @@ class StepTimer:
     def _sharding(self) -> ShardingTime:
         return ShardingTime(self.run.clock.device, self.run.sharing, self.run.plan.microbatches)
 
-    def _stage(self, stage: StageLayers, engine: bool) -> StageTime:
+    def _times(self, stages: Sequence[Mapping[int, StageLayers]], engine: bool, launch: float) -> dict[int, StageTime]:
+        return {n: self._stage(stage, engine, launch) for mine in stages for n, stage in mine.items()}
+
+    def _stage(self, stage: StageLayers, engine: bool, launch: float) -> StageTime:
         clock, sharding = self.run.clock, self._sharding()
         timer = LayerTimer(clock, self.run.config, self.run.trace)
         forward: list[KernelTime] = []
@@ -338,8 +349,8 @@ class StepTimer:
                 backward.insert(0, b + KernelTime(launches=2 * group / 3))
         if self._offloads_all and not self._alternates:
             moved = sum(self._offloaded(number) for number in stage.layers)
-            forward[-1] = forward[-1] + _wait(forward, moved / self.run.machine.out_rate)
-            backward[-1] = backward[-1] + _wait(backward, moved / self.run.machine.back_rate)
+            forward[-1] = forward[-1] + _wait(forward, moved / self.run.machine.out_rate, launch)
+            backward[-1] = backward[-1] + _wait(backward, moved / self.run.machine.back_rate, launch)
         return StageTime(tuple(forward), tuple(backward))
 
     def _offloaded(self, number: int) -> int:
@@ -374,6 +385,7 @@ class StepTimer:
         return size / device.link("all_to_all", replica <= device.node, size) + device.at("kernel")
 
 
-def _wait(kernel_times: Sequence[KernelTime], copies: float) -> KernelTime:
-    """The time by which the copies of a whole pass are longer than the pass."""
-    return KernelTime(compute=max(0.0, copies - sum(s.alone for s in kernel_times)))
+def _wait(kernel_times: Sequence[KernelTime], copies: float, launch: float) -> KernelTime:
+    """The time by which the copies of a whole pass are longer than the pass, on the device or on the host that launches it."""
+    takes = max(sum(s.alone for s in kernel_times), launch * sum(s.launches for s in kernel_times))
+    return KernelTime(compute=max(0.0, copies - takes))

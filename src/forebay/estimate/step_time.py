@@ -10,10 +10,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
+from types import MappingProxyType
 from typing import Any
 
 from forebay.estimate.device import DeviceProfile
-from forebay.estimate.fit import TIME_ERROR
+from forebay.estimate.fit import HOSTS, TIME_ERROR
 from forebay.estimate.layer_time import NO_TIME, Clock, KernelTime
 from forebay.estimate.state import Sharing, Weight
 from forebay.pipeline.schedule import Action
@@ -56,6 +57,7 @@ class StepTime:
         tokens: of the global batch.
         measured: some figure of the device was measured on one; else all are from data sheets.
         around: seconds of the host between steps, while the device is idle.
+        launch: seconds of the host that is assumed for a launch; 0 for a CUDA graph step.
     """
 
     device: str
@@ -70,6 +72,7 @@ class StepTime:
     tokens: int
     measured: bool = True
     around: float = 0.0
+    launch: float = 0.0
 
     @property
     def gradients(self) -> float:
@@ -93,16 +96,25 @@ class StepTime:
     def limited_by_host(self) -> bool:
         return self.host > self.schedule
 
+    @property
+    def error(self) -> float:
+        """Share by which a step may take more or less: `TIME_ERROR`, or what a host that is slower by `HOSTS` adds."""
+        slower = max(0.0, HOSTS * self.host - self.launched) + (HOSTS - 1) * self.around
+        return max(TIME_ERROR, slower / self.seconds)
+
     def sentence(self) -> str:
         sheets = "" if self.measured else ", from data sheets"
         parts = [
-            f"expected on {self.device}{sheets}: {self.seconds:.3f} s a step to within {100 * TIME_ERROR:.0f} %, "
+            f"expected on {self.device}{sheets}: {self.seconds:.3f} s a step to within {100 * self.error:.0f} %, "
             f"{self.tokens_per_second:,.0f} tokens/s"
         ]
         if len(self.busy) > 1:
             parts.append(f"bubble {100 * min(self.bubble):.0f} to {100 * max(self.bubble):.0f} %")
         if self.limited_by_host:
-            parts.append("the host's launches take longest: memory.graph = true captures them")
+            parts.append(
+                f"the host's launches take longest (of a host that takes {1e6 * self.launch:.1f} microseconds for each; hosts "
+                f"differ by {HOSTS}x): memory.graph = true captures them"
+            )
         return "; ".join(parts) + "."
 
     def as_dict(self) -> dict[str, Any]:
@@ -110,7 +122,7 @@ class StepTime:
             "device": self.device,
             "measured": self.measured,
             "seconds": self.seconds,
-            "error": TIME_ERROR,
+            "error": self.error,
             "tokens_per_second": self.tokens_per_second,
             "schedule_seconds": self.schedule,
             "launched_seconds": self.launched,
@@ -289,9 +301,11 @@ class _Segments:
         return found
 
 
-_STEPPING = 0.88
-"""Share of a copy's bandwidth that the multi-tensor kernels of the optimizer and of clipping reach. Calibrated on the grid, see
-docs/estimator.md."""
+_UPDATES: Mapping[int, float] = MappingProxyType({4: 0.80, 2: 0.60})
+"""Share of a copy's bandwidth that AdamW's fused update and clipping reach, by the size of an element: 3.31 to 3.56 TB/s in fp32,
+2.35 to 2.76 in bf16 (benchmarks/results/step_kernels.json)."""
+_FOREACH = 0.75
+"""The same of an update that is not fused."""
 
 
 @dataclass(frozen=True)
@@ -384,7 +398,8 @@ class ShardingTime:
             clips: gradients are clipped.
         """
         s = self.sharing
-        optimizer = self._clock.moved(parameters * ((7 if fused else 21) + 1 + 2 * clips)) / _STEPPING
+        share = _UPDATES[s.parameter] if fused else _FOREACH
+        optimizer = self._clock.moved(parameters * ((7 if fused else 21) + 1 + 2 * clips)) / share
         adding = self.microbatches * self._adding(ends)
         if not s.sharded:
             return StepOverhead(reduce=adding, optimizer=optimizer)

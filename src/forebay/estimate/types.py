@@ -76,7 +76,6 @@ class PartEvents:
     Attributes:
         forward, backward: of the four named storages, `backward` has frees at most.
         forward_no_grad: forward that saves nothing, such as the first run of a recomputed part.
-        second_run: what a checkpoint runs again, which ends with the last saved tensor. Empty for a compiled part: it runs whole.
         x, output, gradient, dx: numbers of the input, the output, the output's gradient and the input's; -1 for none.
         saves_x: backward reads x.
         weight_grads: by the number of a weight's gradient the weight's name (`forebay.estimate.state.Weight`), in the order in
@@ -99,7 +98,6 @@ class PartEvents:
     weight_grads: Mapping[int, str]
     transferred: frozenset[int]
     saved: tuple[int, ...] = ()
-    second_run: tuple[AllocEvent, ...] = ()
     experts_x: int = -1
     experts_h: int = -1
     head_sum: frozenset[int] = frozenset()
@@ -159,12 +157,14 @@ class OpCost:
         flops: that are really made: under a causal mask, half of attention's pairs.
         bytes: read from and written to device memory; for an all-to-all, those that leave the GPU.
         launches: kernels.
+        padding: what is computed besides, because kernels compute whole tiles, as a multiple of `flops`: 1 for none.
     """
 
     kind: str
     flops: int
     bytes: int
     launches: int = 1
+    padding: float = 1.0
 
 
 @dataclass(frozen=True)

@@ -98,3 +98,14 @@ def test_the_profile_has_the_rates_that_the_doctor_measured() -> None:
             if flops > 5e9:
                 planned = flops / given.at(name, flops) + given.at("kernel")
                 assert planned == pytest.approx(flops / rate + measured["kernel"]["value"], rel=0.12), (name, flops)
+
+
+@pytest.mark.parametrize("name", ["h100", "b200", "a100", "rtx4090"])
+def test_rates_from_data_sheets_are_the_h200s_times_a_ratio(name: str) -> None:
+    ours, given = load("h200"), load(name)
+    ratios = [
+        rate / ours.at(figure, flops)
+        for figure in ("matmul_bf16", "grouped", "grouped_weights")
+        for flops, rate in given.figures[figure].value
+    ]
+    assert ratios == pytest.approx([ratios[0]] * len(ratios), rel=1e-3)

@@ -139,6 +139,7 @@ class Managed:
     def detach(self) -> None:
         """Restore the model. A second call does nothing.
 
+        Call it after backward: a region that is recomputed whole would run again without Forebay's experts, which torch refuses.
         A forward that was installed on top since (Accelerate's autocast) stays, and calls the model's own.
         """
         self._recompute_experts.clear()

@@ -243,6 +243,30 @@ def test_two_threads_at_once(hasty_threads: None) -> None:
                 assert right, policy
 
 
+class Moody(Mlp):
+    """Saves as many tensors in evaluation as in training, such as attention whose kernel has the dropout."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x * x.sin() * (2.0 if self.training else 3.0))
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: net(Moody()), lambda: net(Mlp(), nn.Dropout(0.3), Mlp())], ids=["moody", "dropout"]
+)
+@pytest.mark.parametrize("policy", POLICIES)
+def test_eval_between_forward_and_backward(make: Callable[[], nn.Module], policy: str) -> None:
+    """A rerun is in the mode of the forward, and the model stays in the present one."""
+
+    def use(model: nn.Module) -> list[Tensor]:
+        loss = model(rows()).square().mean()
+        model.eval()
+        loss.backward()
+        assert not any(module.training for module in model.modules())
+        return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+    both(make, policy, use)
+
+
 # --- settings of the whole process ------------------------------------------------------------------------------------
 
 

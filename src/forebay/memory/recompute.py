@@ -4,7 +4,8 @@ Input: a forward and the modules whose weights and buffers it reads. Output of `
 which saves its arguments for backward instead of what autograd saves in the forward. The graph owns each call.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -83,6 +84,7 @@ class _RecomputedCall:
     A rerun raises if weights were written to or replaced since the forward, or keyword arguments (torch checks positional ones)
     or buffers written to that the forward only reads (a router's bias). Buffers that the forward writes (running statistics) are
     put back for the rerun, and get their present values after it. Keyword arguments that it writes are copies in the rerun.
+    Modules are in training or evaluation mode as in the forward.
     """
 
     def __init__(self, region: _RegionForward, arguments: Mapping[str, Any]):
@@ -91,6 +93,7 @@ class _RecomputedCall:
         called = region.modules()
         self._name = " and ".join(type(module).__name__ for module in called)
         modules = [m for module in called for m in module.modules()]
+        self._modes = [(m, m.training) for m in modules]
         self._weights = [(m, name, w) for m in modules for name, w in m._parameters.items() if w is not None]
         self._buffers = {(i, n): b for i, m in enumerate(modules) for n, b in m._buffers.items() if b is not None}
         # Before the first forward it is not known which ones are written: all are copied.
@@ -116,10 +119,23 @@ class _RecomputedCall:
         present = {key: self._buffers[key].clone() for key in self._copies}
         self._set_buffers(self._copies)
         try:
-            return self._region.forward(*args, **kwargs)
+            with self._modes_of_forward():
+                return self._region.forward(*args, **kwargs)
         finally:
             self._set_buffers(present)
             self._versions = self._current_versions()  # adapters may write to weights in a forward
+
+    @contextmanager
+    def _modes_of_forward(self) -> Iterator[None]:
+        # Trap: after `model.eval()` attention without dropout saves as many tensors, and torch sees no difference.
+        changed = [(module, mode) for module, mode in self._modes if module.training != mode]
+        for module, mode in changed:
+            module.training = mode
+        try:
+            yield
+        finally:
+            for module, mode in changed:
+                module.training = not mode
 
     def _as_first_given(self, argument: Tensor) -> Tensor:
         copy = self._written_arguments.get(id(argument))

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from forebay.estimate.events import NamedStorages, part_events
-from forebay.estimate.types import ALL_TO_ALL_BEGIN, ALL_TO_ALL_END, Freed, Mark, NewStorage, Op
+from forebay.estimate.types import ALL_TO_ALL_BEGIN, ALL_TO_ALL_END, GATE_UP_GRAD, MATMUL, Freed, Mark, NewStorage, Op
 
 NONE = frozenset[int]()
 
@@ -112,3 +114,63 @@ def test_a_saved_storage_lives_until_the_last_kernel_of_a_fused_run() -> None:
     ]
     found = part_events(forward, backward, NamedStorages(0, 3, 6, 12, (), (1,), NONE), compiled=True)
     assert found.backward.index((1, 0)) > found.backward.index((9, 90))
+
+
+def test_the_second_run_of_a_checkpoint_ends_with_what_is_saved_last() -> None:
+    """The output is not made again, and what is not saved is dropped. A compiled part runs whole."""
+    named = NamedStorages(0, 5, 6, 12, {}, (1, 4), NONE)
+    found = part_events(FORWARD, BACKWARD, named, compiled=False)
+    assert found.second_run == ((1, 10), (2, 20), (3, 30), (4, 40), (2, 0), (3, 0))
+    assert part_events(FORWARD, BACKWARD, named, compiled=True).second_run == ()
+
+
+def test_the_second_run_finishes_an_operation_with_workspaces() -> None:
+    """It saves when it returns: its workspace 2, made after what is saved, and its result 3 are allocated, 4 is not."""
+    reads = (0,)
+    forward = [Op(False, reads, (NewStorage(n, 10 * n, False, NONE),)) for n in (1, 2, 3)]
+    log = [*forward[:2], Freed(2), forward[2], Op(False, reads, ()), op((3,), (4, 40))]
+    found = part_events(log, [], NamedStorages(0, 4, -1, -1, {}, (1,), NONE), compiled=False)
+    assert found.second_run == ((1, 10), (2, 20), (2, 0), (3, 30), (3, 0))
+
+
+def test_a_product_of_a_recomputed_tensor_waits_for_the_kernel_that_makes_it() -> None:
+    """Eager attention: probabilities 2 come from the scores 1 again, in the kernel that makes the scores' gradient 9 of that of
+    the probabilities 8. So all four are there at once, and v's gradient 7 is made afterwards and freed where it is added up."""
+    forward = [op((0,), (1, 20)), op((1,), (2, 20), fused=True, of=frozenset([1])), op((2,), (5, 5))]
+    backward: list[Any] = [
+        Mark(MATMUL), op((6, 2), (7, 5)), Freed(7),
+        Mark(MATMUL), op((6,), (8, 20)),
+        op((8, 2), (9, 20), fused=True, of=frozenset([8])), Freed(8),
+        Mark(MATMUL), op((9, 0), (12, 10)), Freed(9),
+    ]  # fmt: skip
+    found = part_events(forward, backward, NamedStorages(0, 5, 6, 12, {7: "v"}, (0, 1), NONE), compiled=True).backward
+    assert [e for e in found if e[0] >= 0] == [
+        (8, 20), (2, 20), (9, 20), (8, 0), (7, 5), (6, 0), (2, 0), (1, 0), (7, 0), (12, 10), (9, 0), (0, 0),
+    ]  # fmt: skip
+
+
+def test_a_kernel_that_needs_the_product_cannot_come_before_it() -> None:
+    forward = [op((0,), (1, 20)), op((1,), (2, 20), fused=True, of=frozenset([1])), op((2,), (5, 5))]
+    backward: list[Any] = [
+        Mark(MATMUL),
+        op((6, 2), (8, 20)),
+        op((8, 2), (9, 20), fused=True),
+        Mark(MATMUL),
+        op((9,), (12, 10)),
+    ]
+    found = part_events(forward, backward, NamedStorages(0, 5, 6, 12, {}, (0, 1), NONE), compiled=True).backward
+    assert [e[0] for e in found if e[0] >= 0 and e[1]] == [2, 8, 9, 12]
+
+
+@pytest.mark.parametrize("pieces", [False, True])
+def test_the_gradient_of_gate_up_is_made_after_compiled_code(pieces: bool) -> None:
+    """By another node of autograd's graph; where experts run between pieces of compiled code, at once."""
+    reads = (6,)
+    backward: list[Any] = [
+        op((6,), (8, 5)), Op(False, reads, ()), Mark(GATE_UP_GRAD), Op(False, reads, (NewStorage(9, 70, False, NONE),)),
+        Op(False, reads, ()), Freed(9), op((8,), (12, 10)),
+    ]  # fmt: skip
+    named = NamedStorages(0, 5, 6, 12, {9: "gate_up"}, (), NONE)
+    found = part_events(FORWARD, backward, named, True, pieces=pieces).backward
+    assert [n for n, size in found if n >= 0 and size] == ([8, 9, 12] if pieces else [8, 12, 9])
+    assert found.index((9, 0)) > found.index((9, 70))

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from forebay.estimate.allocator import GRADIENTS
 from forebay.estimate.fsdp import GroupParam, ParamGroup, param_groups
 from forebay.estimate.op_recorder import OpRecorder
 from forebay.estimate.parts import Part, placed_parts
@@ -105,6 +106,45 @@ def test_a_cuda_graph_has_memory_of_its_own() -> None:
     called, captured = walk(rank(sublayers)), walk(rank(sublayers, graph=True))
     assert captured.reserved >= called.reserved
     assert captured.peak.allocated == called.peak.allocated
+
+
+def test_a_replay_gathers_in_the_memory_of_its_graph() -> None:
+    """64 Mi fp32 parameters are cast in 128 MiB of the graph's pool, where nothing is that large; workspaces are the graph's."""
+    group = ParamGroup(0, False, 1, (GroupParam("w", "", 64 * MIB, 64 * MIB, 64 * MIB),))
+    alone = Sharing(sharded=True, parameter=4, compute=2, summed=4, gathered=True, random=False)
+    given = replace(rank([part(0, "l.0.mlp", MIB, MIB)], groups=[group], graph=True), sharing=alone)
+    run = AllocatorRun(given)
+    run.workspace(0)
+    outside = run._workspaces[0]
+    run.steps(2)
+    before = run.allocator.reserved
+    run.allocator.begin_graph()
+    run.allocator.malloc(128 * MIB, run.stream)
+    assert run.allocator.reserved == before
+    assert run._workspaces[0].pool is not outside.pool
+
+
+def test_an_engine_without_fsdp_makes_gradients_in_its_first_backward() -> None:
+    """And no sums before its forwards: 200 MiB of a gradient that are there from the first backward on, and no more."""
+    events = PartEvents(
+        ((1, 50 * MIB), (3, 16 * MIB)), ((6, 16 * MIB), (4, 0), (10, 200 * MIB), (10, 0), (1, 0)), (),
+        x=0, output=3, gradient=4, dx=6, saves_x=True, weight_grads={10: "w"}, transferred=NONE,
+    )  # fmt: skip
+    group = ParamGroup(0, False, 1, (GroupParam("w", "", 100 * MIB, 100 * MIB, 100 * MIB),))
+    alone = Sharing(sharded=False, parameter=2, compute=2, gathered=True, random=False)
+    actions = local_actions(2, True)
+    run = RankRun([group], alone, {0: [EMBEDDING, Part("l.0.mlp", 0, events)]}, actions, summed=0, hidden=16 * MIB)
+    levels = walk(run, steps=1).levels
+    grads = {level.action: level.by_role[GRADIENTS] // MIB for level in levels if level.where == "l.0.mlp forward"}
+    assert grads["0F0"] == 0 and max(level.by_role[GRADIENTS] for level in levels) == 200 * MIB
+
+
+def test_masks_are_held_until_the_first_layer_has_run_backward() -> None:
+    sublayers = [part(n, f"l.{n}.self_attn", 32 * MIB, 64 * MIB) for n in range(2)]
+    masked = [replace(sublayers[0], shared=144 * MIB), sublayers[1]]
+    plain, more = walk(rank(sublayers), steps=1), walk(rank(masked), steps=1)
+    assert more.peak.allocated - plain.peak.allocated == 144 * MIB
+    assert more.levels[-1].allocated == plain.levels[-1].allocated
 
 
 TWO = Sharing(data=2, sharded=True, parameter=4, compute=2, summed=4, gathered=True, pp=2, random=False)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from forebay.estimate.types import MATMUL, AllocEvent, Freed, Log, Mark, NewStorage, Op, PartEvents
+from forebay.estimate.types import GATE_UP_GRAD, MATMUL, AllocEvent, Freed, Log, Mark, NewStorage, Op, PartEvents
 
 
 class NamedStorages(NamedTuple):
@@ -30,22 +30,25 @@ class NamedStorages(NamedTuple):
 
 
 def part_events(
-    forward: Log, backward: Log, named: NamedStorages, compiled: bool, no_grad: Log | None = None
+    forward: Log, backward: Log, named: NamedStorages, compiled: bool, no_grad: Log | None = None, pieces: bool = False
 ) -> PartEvents:
     """The events of a part.
 
     Args:
         no_grad: log of its forward without a graph; not read if `compiled`.
+        pieces: the experts run between pieces of compiled code, not within.
     """
     if compiled:
         made = {m.number: m for entry in forward if isinstance(entry, Op) for m in entry.made}
         kept = {n for n in named.saved if n in made}
+        backward = _with_later_products(backward if pieces else _with_last_weight_gradient(backward), made, kept)
         f, b = _compiled_forward(forward, named, kept), _compiled_backward(backward, named, made, kept)
         # A compiled sublayer returns all that is saved at its end: a checkpoint drops it then.
         alone = f + [(n, 0) for n in _never_freed(f) if n != named.output]
     else:
         f, b = _in_order(forward), _in_order(backward)
         alone = _without_graph(no_grad or [], named)
+    second = [] if compiled else _second_run(forward, named)
     f, b, alone = (_first_matmul_only(events) for events in (f, b, alone))
     never_freed = _never_freed([*f, *b])
     f = _without(f, (named.x, named.output), frees=True)
@@ -55,8 +58,25 @@ def part_events(
     return PartEvents(
         tuple(f), tuple(b), tuple(alone), named.x, named.output, named.gradient, named.dx, named.x in named.saved,
         named.weight_grads, named.transferred, tuple(n for n in named.saved if n >= 0),
-        named.experts_x, named.experts_h,
+        tuple(second), named.experts_x, named.experts_h,
     )  # fmt: skip
+
+
+def _second_run(log: Log, named: NamedStorages) -> list[AllocEvent]:
+    """What a checkpoint runs again: up to the return of the last operation that makes a saved tensor (torch's `early_stop`)."""
+    saved = set(named.saved)
+    makes = [at for at, entry in enumerate(log) if isinstance(entry, Op) and any(m.number in saved for m in entry.made)]
+    if not makes:
+        return []
+    last = log[makes[-1]]
+    assert isinstance(last, Op)
+    # An operation with workspaces has several entries, which share what it reads.
+    end = max(
+        at for at, entry in enumerate(log) if isinstance(entry, Op) and (entry is last or entry.reads is last.reads)
+    )
+    events = _in_order(log[: end + 1])
+    gone = {named.x, *saved}
+    return events + [(n, 0) for n in _never_freed(events) if n not in gone]
 
 
 def _never_freed(events: Sequence[AllocEvent]) -> list[int]:
@@ -150,6 +170,73 @@ def _compiled_backward(log: Log, named: NamedStorages, made: dict[int, NewStorag
         live.difference_update(freed)
         found += [(n, 0) for n in released.get(at, ())]
     return found
+
+
+def _with_last_weight_gradient(log: Log) -> Log:
+    """Compiled code is one node of autograd's graph, and gate_up's gradient is made by a node outside of it, afterwards
+    (`forebay.moe.wgrad`)."""
+    marked = next((at for at, entry in enumerate(log) if _is_mark(entry, GATE_UP_GRAD)), 0)
+    if not marked:
+        return log
+    begin = log[marked - 1]
+    assert isinstance(begin, Op)
+    end = max(at for at, entry in enumerate(log) if isinstance(entry, Op) and entry.reads is begin.reads) + 1
+    moved = log[marked - 1 : end]
+    frees = _frees_of(moved, log[end:])
+    return [*log[: marked - 1], *(e for e in log[end:] if not any(e is free for free in frees)), *moved, *frees]
+
+
+def _with_later_products(log: Log, made: dict[int, NewStorage], kept: set[int]) -> Log:
+    """The order of a compiled backward. A recomputed tensor comes from the kernel that computes gradients from the same saved
+    tensors, because both read them: Inductor fuses the two. So a matrix product that reads it (of eager attention's
+    probabilities, or the weight gradient of a projection after an activation or a norm) runs after that kernel, unless that
+    needs the product itself. As in the recorded histories of a Mixtral and a DeepSeek-V3."""
+    again = set(_recomputed(log, made, kept))
+    found = list(log)
+    for op in [entry for entry in log if isinstance(entry, Op) and not entry.fused]:
+        recomputed = tuple(n for n in op.reads if n in again)
+        at = next(i for i, entry in enumerate(found) if entry is op)
+        if not recomputed or not at or not _is_mark(found[at - 1], MATMUL):
+            continue
+        kernel = _kernel_of(found, at, frozenset().union(*(made[n].origins for n in recomputed)), made)
+        if kernel is not None:
+            start, end = kernel
+            frees = _frees_of([op], found[at:end])
+            rest = [e for e in found[at + 1 : start] if not any(e is free for free in frees)]
+            kernels = [e for e in found[start:end] if not any(e is free for free in frees)]
+            found[at - 1 : end] = [*rest, Op(False, recomputed, ()), *kernels, Mark(MATMUL), op, *frees]
+    return found
+
+
+def _kernel_of(log: Log, at: int, origins: frozenset[int], made: dict[int, NewStorage]) -> tuple[int, int] | None:
+    """The first run of fused operations after `at` that reads what comes from the same saved tensors: its begin and end."""
+    op = log[at]
+    assert isinstance(op, Op)
+    results = {m.number for m in op.made}
+    start = end = -1
+    found = False
+    for i in range(at + 1, len(log)):
+        entry = log[i]
+        if not isinstance(entry, Op):
+            continue
+        if results.intersection(entry.reads) or (found and not entry.fused):
+            break
+        if not entry.fused:
+            start = -1
+            continue
+        start, end = (i if start < 0 else start), i + 1
+        found |= any(origins & (made[n].origins or {n}) for n in entry.reads if n in made)
+    return (start, end) if found else None
+
+
+def _is_mark(entry: Op | Freed | Mark, number: int) -> bool:
+    return isinstance(entry, Mark) and entry.number == number
+
+
+def _frees_of(moved: Log, log: Log) -> Log:
+    """The entries of `log` that say that what `moved` makes is freed."""
+    made = {m.number for entry in moved if isinstance(entry, Op) for m in entry.made}
+    return [entry for entry in log if isinstance(entry, Freed) and entry.number in made]
 
 
 def _recomputed_for(op: Op, waiting: Mapping[int, frozenset[int]]) -> list[int]:

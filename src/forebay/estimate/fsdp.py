@@ -193,8 +193,8 @@ class PersistentState:
                 steps = [4] if s.fused else []
                 self._moments += [self._allocator.malloc(n, DEFAULT, OPTIMIZER) for n in (*steps, size, size)]
             if not s.fused:  # the root of the second moments, of all parameters at once
-                for block in [self._allocator.malloc(size, DEFAULT) for size in sizes]:
-                    self._allocator.free(block)
+                for block in reversed([self._allocator.malloc(size, DEFAULT) for size in sizes]):
+                    self._allocator.free(block)  # a list drops its last first
 
     def _sizes(self, vectors: bool) -> list[int]:
         """Bytes of the trained shards."""

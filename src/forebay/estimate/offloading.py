@@ -38,6 +38,7 @@ class PartRun:
     x: Block | None
     offloaded: dict[int, int] = field(default_factory=dict)
     balance: Block | None = None
+    shared: Block | None = None
     pages: Block | None = None
     call: int = 0
 

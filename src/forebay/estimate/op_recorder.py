@@ -202,6 +202,7 @@ class OpRecorder(TorchDispatchMode):
         if unmade:
             self.log.append(Op(False, reads, tuple(unmade.values())))
         self.log += [Freed(n) for n in workspaces.values()]
+        self.log.append(Op(False, reads, ()))  # what it reads is held until it returns
 
     def _rounded(self, size: int) -> int:
         return -(-size // self._block) * self._block

@@ -30,6 +30,7 @@ class Part:
         events: those of light recomputation if `light`; then `placement` is "keep".
         trace: its own.
         balance: bytes that the load-balancing loss holds until its backward.
+        shared: bytes that all layers of the stage read and this one, their first, holds until its backward: masks, rotary tables.
         with_previous: under "recompute", one checkpoint has the part before it and this one: only the former's input is kept.
         stashed_x: under "stash", number and bytes of the experts' x, which is in pages after the sublayer's forward.
     """
@@ -41,6 +42,7 @@ class Part:
     light: bool = False
     trace: PartTrace = field(default_factory=lambda: PartTrace(0, 0))
     balance: int = 0
+    shared: int = 0
     with_previous: bool = False
     stashed_x: tuple[int, int] | None = None
 
@@ -87,7 +89,9 @@ def placed_parts(
             part = _part(path, number, sublayer, "keep" if light else placement, light)
             with_previous = recompute == WHOLE_LAYER and placement == "recompute" and name == "mlp"
             balance = trace.balance if name == "mlp" and layer.is_moe else 0
-            found.append(replace(part, balance=balance, with_previous=with_previous))
+            first = name == "self_attn" and number == stage.layers[0]
+            shared = trace.shared if first else 0
+            found.append(replace(part, balance=balance, shared=shared, with_previous=with_previous))
     return found + ([_part("head", "head", trace.head)] if stage.head else [])
 
 

@@ -163,13 +163,13 @@ class TraceRun:
 
     Attributes:
         parts: by module path, "embedding" or "head".
-        balance: see `ModelTrace`.
+        shared, balance: see `ModelTrace`.
     """
 
     def __init__(self, model: Any, base: Any, shape: Shape, known: Mapping[str, PartTrace] = MappingProxyType({})):
         self.model, self.base, self.shape = model, base, shape
         self.parts: dict[str, PartTrace] = dict(known)
-        self.balance = 0
+        self.balance = self.shared = 0
         self._recorder = OpRecorder(shape.block, shape.deferred_weight_grads, shape.compiled)
         self._open: dict[str, _TracedPart] = {}
         self._known: set[int] = (
@@ -310,6 +310,7 @@ class TraceRun:
         with saved_tensors_hooks(partial(self._pack, saved), lambda tensor: tensor):
             output = run() if leaf is None else run(leaf)
         held = [storage for reference, storage in saved.items() if not reference.expired()]
+        sizes = {storage.number: storage.size for storage in held}
         size = sum(storage.size for storage in held)
         kept = tuple(dict.fromkeys(storage.number for storage in held))
         compiled = self.shape.compiled and (path in self._sublayers or path == "light")
@@ -318,10 +319,17 @@ class TraceRun:
             origins = frozenset().union(*(storage.origins for storage in held)) - self._counted_origins
             self._counted_origins |= origins
             size = min(size, sum(map(recorder.origin_size, origins)))
+            sizes = {recorder.origin_storage(o): recorder.origin_size(o) for o in origins}
             kept = tuple(sorted(map(recorder.origin_storage, origins))) if compiled else kept
         inputs = 0 if leaf is None else recorder.size(leaf)
-        trace = PartTrace(size, inputs, forward_ops=recorder.tally.take([output]))
         log = slice(at, len(recorder.log))
+        if path in self._sublayers:
+            own = {m.number for entry in recorder.log[log] if isinstance(entry, Op) for m in entry.made}
+            own |= {-1, recorder.number(leaf) if leaf is not None else -1}
+            shared = sum(bytes_ for number, bytes_ in sizes.items() if number not in own)
+            self.shared += shared
+            size = max(0, size - shared)
+        trace = PartTrace(size, inputs, forward_ops=recorder.tally.take([output]))
         self._open[path] = _TracedPart(
             trace, output, leaf, log, kept, compiled, no_grad, recorder.experts, recorder.head_sum
         )
@@ -382,7 +390,7 @@ class TraceRun:
         own = {m.number for entry in (*recorder.log[part.log], *log) if isinstance(entry, Op) for m in entry.made}
         transferred = frozenset(recorder.transferred & own)
         named = NamedStorages(x, out, given, dx, self._weight_grads, part.kept, transferred, *part.experts)
-        events = part_events(recorder.log[part.log], log, named, part.compiled, part.no_grad)
+        events = part_events(recorder.log[part.log], log, named, part.compiled, part.no_grad, self.shape.stages)
         events = replace(events, head_sum=_derived(part.head_sum, log))
         part.trace = replace(part.trace, backward_ops=ops, events=events)
 
@@ -490,8 +498,7 @@ def trace_model(model: Any, shape: Shape, like: ModelTrace | None = None) -> Mod
         run.forward()
         run.backward()
     sublayers = _by_sublayer(run, numbers, layers, kinds)
-    shared, balance = run.parts[f"{base_path(model)}.layers.0.self_attn"].saved, run.balance
-    shared -= sublayers[kinds[0]].attention.saved
+    shared, balance = run.shared, run.balance
     if like is not None:
         shared, balance = like.shared, like.balance
     return ModelTrace(

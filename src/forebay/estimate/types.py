@@ -76,6 +76,7 @@ class PartEvents:
     Attributes:
         forward, backward: of the four named storages, `backward` has frees at most.
         forward_no_grad: forward that saves nothing, such as the first run of a recomputed part.
+        second_run: what a checkpoint runs again, which ends with the last saved tensor. Empty for a compiled part: it runs whole.
         x, output, gradient, dx: numbers of the input, the output, the output's gradient and the input's; -1 for none.
         saves_x: backward reads x.
         weight_grads: by the number of a weight's gradient the weight's name (`forebay.estimate.state.Weight`), in the order in
@@ -98,6 +99,7 @@ class PartEvents:
     weight_grads: Mapping[int, str]
     transferred: frozenset[int]
     saved: tuple[int, ...] = ()
+    second_run: tuple[AllocEvent, ...] = ()
     experts_x: int = -1
     experts_h: int = -1
     head_sum: frozenset[int] = frozenset()

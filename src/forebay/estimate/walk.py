@@ -189,13 +189,19 @@ class AllocatorRun:
         self.note("", "initialization")
 
     def steps(self, number: int) -> Walked:
-        """Play whole steps with their optimizer's. A CUDA graph step is captured after them: a replay takes no more memory."""
+        """Play whole steps with their optimizer's. A CUDA graph step is captured after them. A replay takes no more memory,
+        but the gathering before it does, from the graph's pool."""
         for n in range(number + self._run.graph):
             self._levels = []
             self.gradients(captured=n == number)
             self._weights.optimize()
             self.note("", "optimizer")
             self.params.zero_grad()
+        if self._run.graph and isinstance(self.params, UnshardedLifecycle):
+            self.allocator.begin_graph()
+            self.params.gather()
+            self.allocator.end_graph()
+            self.note("", "gathering of parameters")
         held, levels = self.allocator.by_role, self._levels
         if all(level.allocated < self.peak.allocated for level in levels):
             levels = [self.peak, *levels]
@@ -218,7 +224,10 @@ class AllocatorRun:
         unsharded = params if isinstance(params, UnshardedLifecycle) else None
         if unsharded:
             unsharded.gather()
-        if captured:
+        if captured:  # cuBLAS's workspaces are made anew in the graph's pool
+            for block in self._workspaces:
+                allocator.free(block)
+            self._workspaces = []
             allocator.empty_cache()
             allocator.begin_graph()
         self.note("", "gathering of parameters")
@@ -239,6 +248,8 @@ class AllocatorRun:
         self._settle_arena(step.most_stashed)
 
     def _lifecycle(self, run: RankRun) -> ParamLifecycle:
+        if not run.sharing.sharded:
+            return PlainLifecycle(self.allocator)
         if run.engine:
             return UnshardedLifecycle(
                 self.allocator,
@@ -249,8 +260,6 @@ class AllocatorRun:
                 keep=run.graph,
                 tied=run.summed > 0 and run.tied,
             )
-        if not run.sharing.sharded:
-            return PlainLifecycle(self.allocator)
         return FsdpLifecycle(self.allocator, run.groups, run.sharing, self.stream)
 
     def workspace(self, number: int) -> None:
@@ -413,11 +422,12 @@ class _StepRun:
         return output
 
     def _begin_part(self, part: Part, x: Block | None, microbatch: int) -> PartRun:
+        shared = self._malloc(part.shared, ACTIVATIONS) if part.shared else None
         if part.path != "embedding":
             self._walk.workspace(0)  # rotary tables, which come before the layers, are matrix products
         self._running["forward"] = part.path
         self._params.enter(part.place, part.mlp, False, microbatch == self._last)
-        run = PartRun(part, {}, x)
+        run = PartRun(part, {}, x, shared=shared)
         self._manager.begin_forward(run)
         return run
 
@@ -494,7 +504,9 @@ class _StepRun:
         part, events, blocks = run.part, run.part.events, run.blocks
         elsewhere = deferred or (self._run.sharing.adds_in_place and part.trace.deferred)
         backward = part.without_expert_grads if elsewhere else events.backward
-        if part.placement == "recompute" and not blocks:
+        if part.placement == "recompute" and not blocks and events.second_run:
+            yield from self._play(blocks, events.second_run, part, thread=1)
+        elif part.placement == "recompute" and not blocks:
             self._allocator.free((yield from self._recompute(run)))
         blocks[events.gradient] = dy
         if run.x is not None:
@@ -505,8 +517,7 @@ class _StepRun:
         yield from self._play(blocks, backward, part, frozenset(events.weight_grads), 1, on_mark)
         dx = blocks.pop(events.dx, None)
         self._free(block for block in blocks.values() if block is not dx)
-        if run.balance is not None:
-            self._allocator.free(run.balance)
+        self._free(block for block in (run.balance, run.shared) if block is not None)
         return dx
 
     def _recompute(self, run: PartRun) -> Generator[None, None, Block]:

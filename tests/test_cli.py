@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from forebay import cli
 from forebay.config import load
-from forebay.errors import Interrupted
+from forebay.errors import DoesNotFit, Interrupted
 from forebay.estimate.layers import plan_layers
 from forebay.models.catalog import PUBLISHED
 from forebay.train import restore
@@ -420,6 +420,15 @@ def test_an_interrupt_before_the_first_step(
     monkeypatch.setattr(Trainer, "__init__", interrupted)
     refused(run("train", config), "stopped by Ctrl-C; earlier checkpoints are intact", code=130)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_plan_as_a_program(config: str) -> None:
+    """Its process ends at once, but after the last of its output, and with its code."""
+    command = [sys.executable, "-m", "forebay", "plan", config, "--json", "--set=train.sequence=4096", "--budget=8MiB"]
+    environment = {**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[1])}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=False)
+    assert done.returncode == DoesNotFit.exit_code and not done.stderr
+    assert json.loads(done.stdout)["fit"]["fits"] is False
 
 
 def test_a_reader_that_goes_away(config: str) -> None:

@@ -1,7 +1,5 @@
 """``python -m forebay``."""
 
-import sys
+from forebay.cli import program
 
-from forebay.cli import main
-
-sys.exit(main())
+program()

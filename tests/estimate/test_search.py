@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
+import os
 import random
 from collections.abc import Callable
 from dataclasses import replace
@@ -22,7 +24,9 @@ from forebay.estimate.fit import RankFit, least_budget
 from forebay.estimate.layers import plan_layers
 from forebay.estimate.plan import Fit, PlanRequest, ask, fit_run, least_total
 from forebay.estimate.search import Candidate, MeshShape, divisors, largest, meshes, ranked, search
+from forebay.estimate.trace import trace_model
 from forebay.estimate.trace_cache import TraceCache
+from forebay.estimate.types import ModelTrace
 from forebay.train import hf_io
 
 pytestmark = pytest.mark.usefixtures("shared_traces")
@@ -301,6 +305,8 @@ class FakePlanner:
         monkeypatch.setattr(search_module, "plan_layers", lambda *_: real)
         monkeypatch.setattr(search_module, "least_total", lambda *_: (0, 0))
         monkeypatch.setattr(search_module, "fit_run", self)
+        monkeypatch.setattr(search_module._Runs, "trace", lambda *_: None)
+        monkeypatch.setattr("forebay.estimate.processes.usable", lambda: 1)  # the calls are counted in this process
 
     def __call__(self, config: Config, plan: Any, world: int, *_: Any, **__: Any) -> Fit:
         if self.calls == self.stops_at:
@@ -318,7 +324,7 @@ def test_an_interrupted_search_has_the_best_so_far(monkeypatch: pytest.MonkeyPat
     assert found.interrupted and found.settings == {"parallel.pp": 1, "parallel.ep": 1} and len(found.candidates) == 2
     assert found.sentence.startswith("The search was interrupted after 2 of 6 meshes. 2 of 2 meshes")
     assert said[0] == "0 of 6 meshes planned"
-    assert said[2] == "2 of 6 meshes planned; best so far PP 1 x EP 1 x FSDP 4, 976.56 KiB"
+    assert said[-1] == "2 of 6 meshes planned; best so far PP 1 x EP 1 x FSDP 4, 976.56 KiB"
     assert found.as_dict()["interrupted"] is True
     FakePlanner(monkeypatch, stops_at=2)
     said.clear()
@@ -329,6 +335,36 @@ def test_an_interrupted_search_has_the_best_so_far(monkeypatch: pytest.MonkeyPat
         FakePlanner(monkeypatch, stops_at=0)
         with pytest.raises(KeyboardInterrupt):
             search(PlanRequest(tiny()), what, 4, 1 << 40)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.parametrize("budget", [None, 1 << 40, 1 << 24])
+def test_processes_change_nothing_and_do_not_trace(budget: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there are GPUs, a process that was forked after a backward cannot run one."""
+    first, traced = os.getpid(), []
+
+    def trace_here(*arguments: Any) -> ModelTrace:
+        assert os.getpid() == first
+        traced.append(arguments)
+        return trace_model(*arguments)
+
+    monkeypatch.undo()  # `shared_traces`
+    monkeypatch.setattr("forebay.estimate.trace_cache.trace_model", trace_here)
+    request = PlanRequest(tiny(batch=48))
+    one, several = (search(request, "mesh", 6, budget, device=load("h200"), processes=n) for n in (1, 3))
+    assert several == one and len(one.refused) > 1 and len(traced) % 2 == 0 and traced
+    assert not multiprocessing.active_children()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_an_interrupted_search_ends_its_processes() -> None:
+    def stop(sentence: str) -> None:
+        if "best so far" in sentence:
+            assert multiprocessing.active_children()
+            raise KeyboardInterrupt
+
+    found = search(PlanRequest(tiny()), "mesh", 4, 1 << 40, progress=stop, processes=2)
+    assert found.interrupted and found.found and not multiprocessing.active_children()
 
 
 def test_progress_is_a_line_of_a_terminal_after_a_second_and_lines_in_a_pipe() -> None:

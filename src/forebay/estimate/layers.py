@@ -7,6 +7,7 @@ layers cost is the trace of a microbatch; no device, weights or other processes 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from forebay.config import Config, FastPath, check_experts, check_world
@@ -33,7 +34,6 @@ from forebay.train import hf_io
 from forebay.train.distributed import needs_group
 from forebay.train.fast_path import choose_path
 from forebay.train.parallel import experts_in
-from forebay.train.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -135,19 +135,19 @@ def _named(stage: dict[str, Any]) -> str:
     return "embedding + " * stage["embedding"] + numbers + " + head" * stage["head"]
 
 
-def declared_by(config: Config) -> Any:
-    """The Hugging Face configuration of a run's model."""
-    return hf_io.configuration(config.model, load_tokenizer(config.data.tokenizer).vocabulary)
-
-
-def fast_path_of(config: Config, world: int) -> FastPath:
+def fast_path_of(config: Config, world: int, traces: TraceCache | None = None) -> FastPath:
     """The fast path of a run on `world` processes, whose expert groups are assumed to be within hosts of 8 GPUs.
+
+    Args:
+        traces: that may know the model's configuration.
 
     Raises:
         UsageError: the model's configuration is wrong.
     """
     ep = config.parallel.ep
-    return choose_path(config, config.device.type != "cpu", world, lambda: (ep if ep > 1 else world) <= SAME_HOST)
+    near = (ep if ep > 1 else world) <= SAME_HOST
+    declared = partial((traces or TraceCache()).declared, config)
+    return choose_path(config, config.device.type != "cpu", world, lambda: near, declared)
 
 
 def plan_layers(config: Config, world: int = 0, traces: TraceCache | None = None) -> LayerPlan:
@@ -159,13 +159,13 @@ def plan_layers(config: Config, world: int = 0, traces: TraceCache | None = None
     Raises:
         UsageError: what `check_world`, `forebay.train.hf_io.configuration`, `TraceCache.trace` and `partition_of` raise.
     """
-    world = world or config.processes
+    world, traces = world or config.processes, traces or TraceCache()
     check_world(config, world)
-    config = fast_path_of(config, world).config
-    declared = declared_by(config)
+    config = fast_path_of(config, world, traces).config
+    declared = traces.declared(config)
     check_experts(config.parallel.ep, experts_in(declared))
     sharing = world // config.parallel.pp
-    costs = layer_costs(config, declared, sharing_of(config, world), traces or TraceCache())
+    costs = layer_costs(config, declared, sharing_of(config, world), traces)
     asked = partition_of(config, len(costs.layers), sharing, costs)
     schedule, pp, chunks, microbatches = pipeline_shape(config, sharing)
     even = even_partition(len(costs.layers), schedule, pp, chunks)

@@ -20,14 +20,14 @@ from forebay.estimate.device import DEFAULT, DeviceProfile
 from forebay.estimate.device import load as load_device
 from forebay.estimate.fit import ALLOWANCE, ERROR, RankFit, largest_total
 from forebay.estimate.layer_time import Clock
-from forebay.estimate.layers import SAME_HOST, LayerPlan, declared_by, fast_path_of, shape_of, sharing_of
+from forebay.estimate.layers import SAME_HOST, LayerPlan, fast_path_of, shape_of, sharing_of
 from forebay.estimate.placement import Choice, Option, by_kind, sentences
 from forebay.estimate.processes import forked_map
 from forebay.estimate.rank import RankEstimate, RunEstimator, StepTimer
 from forebay.estimate.routing import EvenRouting
 from forebay.estimate.state import Sharing, all_to_all_bytes, symmetric_bytes
 from forebay.estimate.step_time import StepTime
-from forebay.estimate.trace_cache import TraceCache
+from forebay.estimate.trace_cache import TraceCache, declared_by
 from forebay.estimate.types import Shape
 from forebay.estimate.walk import StepLevel
 from forebay.models.catalog import PUBLISHED, find
@@ -301,10 +301,11 @@ def fit_run(
         UsageError: a model that cannot be traced, experts that the processes do not divide, a pattern that matches nothing, or a
             budget below the parameters alone.
     """
-    path = fast_path_of(config, world)
+    traces = traces or TraceCache()
+    path = fast_path_of(config, world, traces)
     config = path.config
     estimator, notes = _estimator(
-        config, plan, world, budget, skew, device, auto, traces or TraceCache(), sharing or sharing_of(config, world)
+        config, plan, world, budget, skew, device, auto, traces, sharing or sharing_of(config, world)
     )
     estimates = _estimates(estimator, plan, stop_above, processes)
     ranks = [estimates[number] for number in sorted(estimates)]
@@ -364,7 +365,7 @@ def least_total(
 ) -> tuple[int, int]:
     """Bytes below which the peak of a run's fullest process is not, and its pipeline rank: parameters, what a step makes of them,
     and what sublayers that are kept save. Arguments are those of `fit_run`."""
-    config = fast_path_of(config, world).config
+    config = fast_path_of(config, world, traces).config
     estimator, _ = _estimator(config, plan, world, None, skew, None, auto, traces, sharing_of(config, world))
     return max((estimator.least(number), number) for number in range(config.parallel.pp))
 
@@ -381,7 +382,7 @@ def _estimator(
     sharing: Sharing,
 ) -> tuple[RunEstimator, list[str]]:
     c, p = config, config.parallel
-    declared = declared_by(c)
+    declared = traces.declared(c)
     text, routing = declared.get_text_config(), EvenRouting.of(declared)
     experts = routing.experts
     check_experts(p.ep, experts)

@@ -1,4 +1,4 @@
-"""Runs the independent parts of a plan, such as its pipeline ranks, in several processes of this machine.
+"""Runs independent parts of a plan or search, such as pipeline ranks or meshes, in several processes of this machine.
 
 Input: a function and its arguments. Output: the results, in order, as if this process had called the function. Processes are
 forked, so that they have what was imported and traced already; they end with the iterator.

@@ -11,14 +11,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from forebay.config import Config, check_experts, check_world, from_mapping
 from forebay.errors import UsageError
 from forebay.estimate.device import DeviceProfile
 from forebay.estimate.fit import ALLOWANCE, headroom, least_budget
-from forebay.estimate.layers import LayerPlan, declared_by, plan_layers
+from forebay.estimate.layers import LayerPlan, fast_path_of, plan_layers, shape_of, sharing_of
 from forebay.estimate.plan import Fit, PlanRequest, fit_run, least_total
+from forebay.estimate.processes import forked_map
 from forebay.estimate.trace_cache import TraceCache
 from forebay.policy import format_bytes
 from forebay.train.parallel import experts_in
@@ -299,9 +302,9 @@ class _Runs:
         processes: int,
     ):
         self.asked, self.world, self.skew, self.device, self.auto = asked, world, skew, device, auto
-        self._processes = processes
+        self.processes = processes
         self.traces = TraceCache()
-        self.declared = declared_by(asked.config)
+        self.declared = self.traces.declared(asked.config)
 
     def changed(self, settings: dict[str, Any]) -> Config:
         """The request's configuration with other settings; a default batch follows.
@@ -325,11 +328,24 @@ class _Runs:
         config = self.changed(settings)
         return config, plan_layers(config, self.world, self.traces)
 
-    def fit(self, config: Config, plan: LayerPlan, budget: int | None, stop: int | None = None) -> Fit:
+    def trace(self, mesh: MeshShape) -> None:
+        """Make the traces that plans of a mesh need, before processes are forked for these: where a process with GPUs has run a
+        backward, as a trace does, the ones that it forks cannot.
+
+        Raises:
+            UsageError: see `changed`, or a model that cannot be traced.
+        """
+        config = fast_path_of(self.changed(_mesh_settings(mesh)), self.world, self.traces).config
+        check_experts(mesh.ep, experts_in(self.declared))
+        for skew in {1.0, self.skew}:
+            shape = shape_of(config, self.declared, sharing_of(config, self.world), skew)
+            self.traces.trace(config.model, self.declared, shape)
+
+    def fit(self, config: Config, plan: LayerPlan, budget: int | None, processes: int, stop: int | None = None) -> Fit:
         """`stop`: at the first rank that does not fit so many bytes."""
         fit = fit_run(
             config, plan, self.world, None, self.skew, device=self.device, auto=self.auto, traces=self.traces,
-            stop_above=stop, processes=self._processes,
+            stop_above=stop, processes=processes,
         )  # fmt: skip
         return replace(fit, budget=budget)
 
@@ -353,7 +369,7 @@ def _size(runs: _Runs, what: str, budget: int, progress: Callable[[str], None]) 
         best = "" if fitting is None else f"; best so far {_count(what, fitting)}"
         progress(f"planned runs: {len(planned)}{best}; next is {_count(what, value)}")
         config, plan = runs.plan(_settings(runs, what, value))
-        planned[value] = config, plan, runs.fit(config, plan, budget)
+        planned[value] = config, plan, runs.fit(config, plan, budget, runs.processes)
         return planned[value][2].fullest.headroom(budget)
 
     result = largest(values, room, monotone)
@@ -453,57 +469,74 @@ _Planned = tuple[Candidate, Config, LayerPlan, Fit]
 def _mesh(runs: _Runs, budget: int | None, progress: Callable[[str], None]) -> Search:
     # Replicas only save time: without a device they are not looked for.
     node = runs.device.node if runs.device is not None else None
-    every = list(meshes(runs.world, runs.asked.config.parallel.replicate, node))
-    experts = experts_in(runs.declared)
-    candidates: list[Candidate] = []
-    refused: list[tuple[MeshShape, str]] = []
+    replicate = runs.asked.config.parallel.replicate
+    every = list(meshes(runs.world, replicate, node))
+    known: dict[MeshShape, Candidate | str] = {}  # or why it is refused
     best: _Planned | None = None  # of those that were planned whole
+    candidates: list[Candidate] = []
     interrupted = False
+
+    def say() -> None:
+        progress(f"{len(known)} of {len(every)} meshes planned{_so_far(best)}")
+
     try:
-        for done, mesh in enumerate(every):
-            progress(f"{done} of {len(every)} meshes planned{_so_far(best)}")
-            try:
-                check_experts(mesh.ep, experts)
-                candidate, whole = _plan_mesh(runs, mesh, budget, budget)
-            except UsageError as error:
-                refused.append((mesh, str(error)))
-                continue
-            candidates.append(candidate)
-            best = _better(best, whole)
-        candidates = ranked(candidates)
+        for _, alike in groupby(every, lambda mesh: mesh.pp if mesh.replicate == replicate else 0):
+            waiting: list[MeshShape] = []
+            for mesh in alike:
+                say()
+                try:
+                    runs.trace(mesh)
+                    waiting.append(mesh)
+                except UsageError as error:
+                    known[mesh] = str(error)
+            inside = runs.processes if len(waiting) == 1 else 1  # a forked process does not fork
+            planner = partial(_plan_mesh, runs, budget, budget, inside)
+            for mesh, planned in zip(waiting, forked_map(planner, waiting, runs.processes), strict=True):
+                known[mesh], best = planned[0], _better(best, planned[1])
+                say()
+        candidates = _in_order(every, known)
         while candidates and candidates[0].at_least:  # none fits: the nearest is wanted
             progress(f"no mesh fits; looking for the nearest: {candidates[0].mesh}{_so_far(best)}")
             enough = None if best is None else least_budget(best[0].peak)
-            candidate, whole = _plan_mesh(runs, candidates[0].mesh, budget, enough)
-            candidates, best = ranked([candidate, *candidates[1:]]), _better(best, whole)
+            planned = _plan_mesh(runs, budget, enough, runs.processes, candidates[0].mesh)
+            known[candidates[0].mesh], best = planned[0], _better(best, planned[1])
+            candidates = _in_order([candidates[0].mesh, *every], known)
     except KeyboardInterrupt:
         if best is None:
             raise
-        candidates, interrupted = ranked(candidates), True
+        candidates, interrupted = candidates or _in_order(every, known), True
+    refused = tuple((mesh, reason) for mesh, reason in known.items() if isinstance(reason, str))
     if best is None:
         mesh, reason = refused[0]
         raise UsageError(f"no mesh of {runs.world} GPUs can be run: {mesh} is refused, for {reason}")
     found, config, plan, fit = best
     sentence = _meshed(candidates, found, fit)
     if interrupted:
-        done = len(candidates) + len(refused)
-        sentence = f"The search was interrupted after {done} of {len(every)} meshes. {sentence}"
+        sentence = f"The search was interrupted after {len(known)} of {len(every)} meshes. {sentence}"
     settings = {} if found.fits is False else _mesh_settings(found.mesh)
-    lists = tuple(candidates), tuple(refused)
-    return Search("mesh", settings, sentence, config, plan, fit, (), *lists, interrupted)
+    return Search("mesh", settings, sentence, config, plan, fit, (), tuple(candidates), refused, interrupted)
 
 
-def _plan_mesh(runs: _Runs, mesh: MeshShape, budget: int | None, stop: int | None) -> tuple[Candidate, _Planned | None]:
-    """`stop`: as soon as it is known not to fit so many bytes. The second result is None then."""
-    config, plan = runs.plan(_mesh_settings(mesh))
-    if stop is not None:
-        least, rank = least_total(config, plan, runs.world, runs.traces, runs.skew, runs.auto)
-        if headroom(least, stop) < 0:
-            return Candidate(mesh, least, rank, False, None, at_least=True), None
-    fit = runs.fit(config, plan, budget, stop)
+def _plan_mesh(
+    runs: _Runs, budget: int | None, stop: int | None, processes: int, mesh: MeshShape
+) -> tuple[Candidate | str, _Planned | None]:
+    """A mesh, or why it is refused. `stop`: as soon as it is known not to fit so many bytes; the second result is None then."""
+    try:
+        config, plan = runs.plan(_mesh_settings(mesh))
+        if stop is not None:
+            least, rank = least_total(config, plan, runs.world, runs.traces, runs.skew, runs.auto)
+            if headroom(least, stop) < 0:
+                return Candidate(mesh, least, rank, False, None, at_least=True), None
+        fit = runs.fit(config, plan, budget, processes, stop)
+    except UsageError as error:
+        return str(error), None
     most, seconds, whole = fit.fullest, None if fit.step is None else fit.step.seconds, len(fit.ranks) == mesh.pp
     candidate = Candidate(mesh, most.total, most.rank, fit.fits, seconds, at_least=not whole)
     return candidate, (candidate, config, plan, fit) if whole else None
+
+
+def _in_order(every: Iterable[MeshShape], known: Mapping[MeshShape, Candidate | str]) -> list[Candidate]:
+    return ranked(c for mesh in dict.fromkeys(every) if isinstance(c := known.get(mesh), Candidate))
 
 
 def _better(best: _Planned | None, other: _Planned | None) -> _Planned | None:

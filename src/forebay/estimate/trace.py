@@ -8,6 +8,7 @@ own, whose forward and backward are recorded (`forebay.estimate.op_recorder`).
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
@@ -468,7 +469,7 @@ class _Root(torch.autograd.Function):
 
 
 def trace_model(model: Any, shape: Shape, like: ModelTrace | None = None) -> ModelTrace:
-    """Trace `model`, which is on the meta device, in the dtype of computation, and not usable afterwards.
+    """Trace `model`, which is on the meta device, in the dtype of computation.
 
     `like` is a trace of the same model, with the same `Shape.without_experts`: only embedding and MoE sublayers run, and the rest
     is taken from it.
@@ -488,13 +489,15 @@ def trace_model(model: Any, shape: Shape, like: ModelTrace | None = None) -> Mod
     kinds = [_kind(layer) for layer in layers]
     several = 2 if like is None else 1  # what layers share, the first one saves
     numbers = sorted(n for k in set(kinds) for n in [i for i, kind in enumerate(kinds) if kind == k][:several])
-    base.layers = _Chosen(layers[n] for n in numbers)
+    every, base.layers = base.layers, _Chosen(layers[n] for n in numbers)
+    model, base.layers = copy.deepcopy(model), every  # a trace uses its model up
     model.config.use_cache = False
     with torch.enable_grad(), FakeTensorMode(), _GpuFunctions() if shape.gpu else nullcontext():
         _make_fake(model)
         if shape.flex:
             _fuse_sinks(model)
-        run = TraceRun(model.train(), base, shape, {} if like is None else _without_experts(like, numbers, model))
+        known = {} if like is None else _without_experts(like, numbers, model)
+        run = TraceRun(model.train(), model.get_submodule(model.base_model_prefix), shape, known)
         run.forward()
         run.backward()
     sublayers = _by_sublayer(run, numbers, layers, kinds)

@@ -2,7 +2,7 @@
 
 Input: a `[model]` section and the Hugging Face configuration it declares. Output: `ModelFacts`, the trace of any `Shape` and
 pipeline actions. Many meshes and sizes of one model share most of these: traces that differ in how experts are shared have all
-but the MoE sublayers in common. A trace uses its model up, so the model is built again for the next one, on the meta device.
+but the MoE sublayers in common. The model is on the meta device.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from forebay.config import Model
+from forebay.config import Config, Model
 from forebay.errors import UsageError, first_line
 from forebay.estimate.state import WeightShapes, weight_shapes
 from forebay.estimate.trace import base_path, trace_model
@@ -22,6 +22,7 @@ from forebay.estimate.types import ModelTrace, Shape
 from forebay.models.families import UnknownLayerError, decoder_layers
 from forebay.pipeline.schedule import Action, make_plan
 from forebay.train import hf_io
+from forebay.train.tokenizer import load_tokenizer
 
 
 @dataclass(frozen=True)
@@ -44,11 +45,19 @@ class TraceCache:
 
     def __init__(self, adapt: Callable[[Any], None] | None = None, **shape: Any) -> None:
         self._adapt, self._shape = adapt, shape
+        self._declared: dict[str, Any] = {}
         self._facts: dict[str, ModelFacts] = {}
-        self._unused: dict[str, Any] = {}  # models that were not used up by a trace
+        self._models: dict[str, Any] = {}
         self._traces: dict[tuple[str, Shape], ModelTrace] = {}
         self._alike: dict[tuple[str, Shape], ModelTrace] = {}  # by `Shape.without_experts`
         self._actions: dict[Any, tuple[tuple[Action, ...], ...]] = {}
+
+    def declared(self, config: Config) -> Any:
+        """`declared_by`, which takes 2 ms and is asked for four times a mesh."""
+        key = repr((config.model, config.data.tokenizer))
+        if key not in self._declared:
+            self._declared[key] = declared_by(config)
+        return self._declared[key]
 
     def facts(self, section: Model, declared: Any) -> ModelFacts:
         """The facts of a model.
@@ -70,21 +79,21 @@ class TraceCache:
                 )
             paths = tuple(name for name, _ in model.named_modules())
             self._facts[key] = ModelFacts(weight_shapes(model), paths, f"{base_path(model)}.layers", attention)
-            self._unused[key] = model
+            self._models[key] = model
         return self._facts[key]
 
     def trace(self, section: Model, declared: Any, shape: Shape) -> ModelTrace:
         """The trace of one microbatch.
 
         Raises:
-            UsageError: a model that cannot be traced.
+            UsageError: a model that cannot be traced, or see `facts`.
         """
         key, shape = _key(section, declared), replace(shape, **self._shape)
         if (key, shape) not in self._traces:
-            model = self._unused.pop(key, None) or _skeleton(section, declared, self._adapt)[0]
+            self.facts(section, declared)
             like = key, shape.without_experts()
             try:
-                self._traces[key, shape] = trace_model(model, shape, self._alike.get(like))
+                self._traces[key, shape] = trace_model(self._models[key], shape, self._alike.get(like))
             except ValueError as error:
                 raise UsageError(f"this model cannot be traced: {first_line(error)}") from error
             self._alike.setdefault(like, self._traces[key, shape])
@@ -95,6 +104,15 @@ class TraceCache:
         if schedule not in self._actions:
             self._actions[schedule] = make_plan(*schedule).actions
         return self._actions[schedule]
+
+
+def declared_by(config: Config) -> Any:
+    """The Hugging Face configuration of a run's model.
+
+    Raises:
+        UsageError: the model's configuration is wrong.
+    """
+    return hf_io.configuration(config.model, load_tokenizer(config.data.tokenizer).vocabulary)
 
 
 def _key(section: Model, declared: Any) -> str:

@@ -4,6 +4,7 @@ Input: a `Config`, and where its processes are. Output: the `FastPath` that `for
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -27,16 +28,22 @@ def fast_path_of(config: Config, mesh: Mesh) -> FastPath:
             return topology_of(dist.group.WORLD).count == 1  # type: ignore[arg-type]
         return mesh.all(peers_are_reachable(mesh.expert_group))
 
-    return choose_path(config, mesh.device.type == "cuda", mesh.size, are_near)
+    def declared() -> Any:
+        return hf_io.configuration(config.model, load_tokenizer(config.data.tokenizer).vocabulary)
+
+    return choose_path(config, mesh.device.type == "cuda", mesh.size, are_near, declared)
 
 
-def choose_path(config: Config, gpu: bool, processes: int, are_near: Callable[[], bool]) -> FastPath:
+def choose_path(
+    config: Config, gpu: bool, processes: int, are_near: Callable[[], bool], declared: Callable[[], Any]
+) -> FastPath:
     """Give the keys that are "auto" their values.
 
     Args:
         gpu: whether the processes compute on GPUs.
         are_near: whether the GPUs of each expert group read each other's memory; without expert groups, whether all processes
             are on one node. Called, by all processes, if that decides.
+        declared: returns the Hugging Face configuration of the run's model.
 
     Raises:
         UsageError: the model's configuration is wrong.
@@ -44,7 +51,7 @@ def choose_path(config: Config, gpu: bool, processes: int, are_near: Callable[[]
     p, m = config.parallel, config.model
     if not (gpu and is_open(config) and p.ep * p.pp > 1):
         return resolve(config, Facts(gpu, processes, "", False))
-    declared = hf_io.configuration(m, load_tokenizer(config.data.tokenizer).vocabulary)
-    hidden = declared.get_text_config().hidden_size
+    model = declared()
+    hidden = model.get_text_config().hidden_size
     takes_rows = p.ep == 1 or symmetric_takes(hidden, getattr(torch, m.compute or m.dtype))
-    return resolve(config, Facts(gpu, processes, str(declared.model_type), takes_rows and are_near(), takes_rows))
+    return resolve(config, Facts(gpu, processes, str(model.model_type), takes_rows and are_near(), takes_rows))

@@ -146,6 +146,25 @@ def test_two_forwards_before_a_backward(recompute: str) -> None:
             near(adapted_step(adapted, *batches), want, 1e-4)
 
 
+def test_two_adapters_that_are_trained_in_one_step() -> None:
+    """Each has a forward of its own before the backward: a rerun has the adapter of its forward, not the last one."""
+
+    def two(model: Any, manage: Manage) -> Loss:
+        adapted = _lora(model, **_TARGETS["attention"])
+        adapted.add_adapter("second", adapted.peft_config["default"])
+        manage(adapted)
+
+        def loss_with(name: str, ids: Tensor) -> Tensor:
+            adapted.set_adapter(name)
+            for parameter, p in adapted.named_parameters():
+                p.requires_grad_("lora_" in parameter)
+            return loss_of(adapted, ids)
+
+        return owned(lambda ids: loss_with("default", ids) + loss_with("second", ids), adapted)
+
+    check(two, "recompute", run(two, None), **THEIRS)
+
+
 def test_adapters_on_a_routers_parameters_do_not_compile(no_codegen: None) -> None:
     model = tiny()
     forebay.manage(model, compile=True)

@@ -19,6 +19,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 # Mode -> operations whose results are kept. A recomputation would repeat them on all ranks.
 _KEPT_OPS: Mapping[str, frozenset[str]] = {"full": frozenset(), "save-dispatch": frozenset({"forebay::dispatch"})}
 _Key = tuple[int, str]  # of a module among the region's, and a buffer's name
+# Attributes of modules that choose what a forward computes: evaluation or training, and PEFT's adapters.
+_MODES = ("training", "_active_adapter", "_disable_adapters")
 _AFTER_BACKWARD = "Change weights and buffers (optimizer.step(), a router's bias) after backward"
 
 
@@ -84,7 +86,7 @@ class _RecomputedCall:
     A rerun raises if weights were written to or replaced since the forward, or keyword arguments (torch checks positional ones)
     or buffers written to that the forward only reads (a router's bias). Buffers that the forward writes (running statistics) are
     put back for the rerun, and get their present values after it. Keyword arguments that it writes are copies in the rerun.
-    Modules are in training or evaluation mode as in the forward.
+    Modules are in the mode of the forward: training or evaluation, with the same adapters of PEFT.
     """
 
     def __init__(self, region: _RegionForward, arguments: Mapping[str, Any]):
@@ -93,7 +95,12 @@ class _RecomputedCall:
         called = region.modules()
         self._name = " and ".join(type(module).__name__ for module in called)
         modules = [m for module in called for m in module.modules()]
-        self._modes = [(m, m.training) for m in modules]
+        self._modes = [
+            (m, name, getattr(m, name))
+            for m in modules
+            for name in _MODES
+            if name in m.__dict__ or hasattr(type(m), name)
+        ]
         self._weights = [(m, name, w) for m in modules for name, w in m._parameters.items() if w is not None]
         self._buffers = {(i, n): b for i, m in enumerate(modules) for n, b in m._buffers.items() if b is not None}
         # Before the first forward it is not known which ones are written: all are copied.
@@ -128,14 +135,14 @@ class _RecomputedCall:
     @contextmanager
     def _modes_of_forward(self) -> Iterator[None]:
         # Trap: after `model.eval()` attention without dropout saves as many tensors, and torch sees no difference.
-        changed = [(module, mode) for module, mode in self._modes if module.training != mode]
-        for module, mode in changed:
-            module.training = mode
+        changed = [(m, name, mode, now) for m, name, mode in self._modes if (now := getattr(m, name)) != mode]
+        for module, name, mode, _ in changed:
+            setattr(module, name, mode)
         try:
             yield
         finally:
-            for module, mode in changed:
-                module.training = not mode
+            for module, name, _, now in changed:
+                setattr(module, name, now)
 
     def _as_first_given(self, argument: Tensor) -> Tensor:
         copy = self._written_arguments.get(id(argument))

@@ -128,8 +128,8 @@ def row(name: str, arm: Arm) -> dict[str, Any]:
     }
 
 
-def train(options: argparse.Namespace, precision: str, folder: Path) -> list[float]:
-    """The losses of a run, step by step."""
+def start(options: argparse.Namespace, precision: str, folder: Path) -> subprocess.Popen[bytes]:
+    """A run of `precision` whose files are in `folder`."""
     sets = {
         "memory.precision": precision,
         "train.steps": options.steps,
@@ -137,26 +137,31 @@ def train(options: argparse.Namespace, precision: str, folder: Path) -> list[flo
         "train.eval_every": 0,
         "checkpoint.every": 0,
         "checkpoint.last": "false",
-        "log.folder": str(folder / precision),
+        "log.folder": str(folder / "run"),
         "log.progress": "off",
         "log.profile": "false",
     }
     given = [f"{key}={value}" for key, value in sets.items()] + options.set
     command = [sys.executable, "-m", "forebay", "train", options.preset]
-    began = time.perf_counter()
-    subprocess.run([*command, *(word for each in given for word in ("--set", each))], check=True)
-    print(f"{precision}: {time.perf_counter() - began:.0f} s", flush=True)
-    (metrics,) = folder.glob(f"{precision}*/metrics.jsonl")
-    return [json.loads(line)["cross_entropy_loss"] for line in metrics.read_text().splitlines()]
+    return subprocess.Popen([*command, *(word for each in given for word in ("--set", each))])
+
+
+def losses(folder: Path) -> list[float]:
+    """Of the run in `folder`, step by step."""
+    (metrics,) = folder.glob("run*/metrics.jsonl")
+    rows = map(json.loads, metrics.read_text().splitlines())
+    return [row["cross_entropy_loss"] for row in rows if "cross_entropy_loss" in row]  # others are of evaluations
 
 
 def loss(options: argparse.Namespace) -> None:
-    curves: dict[str, list[float]] = {}
-    for precision in (*_PRECISIONS, *(["exact"] if options.again else [])):
-        with tempfile.TemporaryDirectory() as folder:
-            curves[f"{precision}, again" if precision in curves else precision] = train(
-                options, precision, Path(folder)
-            )
+    """Losses of all runs, which share the GPU: none is timed."""
+    arms = dict(zip(_PRECISIONS, _PRECISIONS, strict=True)) | ({"exact, again": "exact"} if options.again else {})
+    with tempfile.TemporaryDirectory() as name:
+        folders = {arm: Path(name, str(place)) for place, arm in enumerate(arms)}
+        runs = [start(options, precision, folders[arm]) for arm, precision in arms.items()]
+        if failed := [run.args for run in runs if run.wait()]:
+            raise RuntimeError(f"failed: {failed}")
+        curves = {arm: losses(folder) for arm, folder in folders.items()}
     last = max(options.steps // 10, 1)
     ends = {name: statistics.fmean(curve[-last:]) for name, curve in curves.items()}
     rows = [

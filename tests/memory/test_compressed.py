@@ -258,10 +258,11 @@ def test_masks_of_attention_come_back_exactly(mask: Tensor, device: str) -> None
     model = network(lambda: Attend(mask.to(device)), device)
     exact = backward(model)
     mem = manage(model, "offload", device, offload="all", precision="fp8")
-    for _ in range(5):  # the first steps are measured for a plan, on a GPU more than one
+    for _ in range(12):  # the first steps are measured for a plan, on a GPU more than one
         for got, true in zip(backward(model), exact, strict=True):
             assert (got.float() - true.float()).norm() <= 0.1 * true.float().norm()
-    report = mem.report()
+        if (report := mem.report()).planned_bytes:
+            break
     assert report.moved_bytes < report.planned_bytes
 
 

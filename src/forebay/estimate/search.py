@@ -471,6 +471,8 @@ def _mesh(runs: _Runs, budget: int | None, progress: Callable[[str], None]) -> S
     node = runs.device.node if runs.device is not None else None
     replicate = runs.asked.config.parallel.replicate
     every = list(meshes(runs.world, replicate, node))
+    if not every:
+        check_world(runs.asked.config, runs.world)  # it refuses these replicas
     known: dict[MeshShape, Candidate | str] = {}  # or why it is refused
     best: _Planned | None = None  # of those that were planned whole
     candidates: list[Candidate] = []

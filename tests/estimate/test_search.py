@@ -416,7 +416,9 @@ def test_searches_that_cannot_be() -> None:
         search(PlanRequest(tiny()), "microbatch", 3, 1 << 40)
     with pytest.raises(UsageError, match="no mesh of 7 GPUs can be run"):
         search(PlanRequest(tiny()), "mesh", 7, 1 << 40)
-    with pytest.raises(UsageError, match=r"parallel\.replicate = 3 does not divide the 8 processes; valid are 1, 2, 4, 8"):
+    with pytest.raises(
+        UsageError, match=r"parallel\.replicate = 3 does not divide the 8 processes; valid are 1, 2, 4, 8"
+    ):
         search(PlanRequest(tiny(parallel={"replicate": 3})), "mesh", 8, 1 << 40)
 
 

@@ -325,9 +325,7 @@ class TraceRun:
         inputs = 0 if leaf is None else recorder.size(leaf)
         log = slice(at, len(recorder.log))
         if path in self._sublayers:
-            own = {m.number for entry in recorder.log[log] if isinstance(entry, Op) for m in entry.made}
-            own |= {-1, recorder.number(leaf) if leaf is not None else -1}
-            shared = sum(bytes_ for number, bytes_ in sizes.items() if number not in own)
+            shared = self._shared_bytes(sizes, recorder.log[log], leaf)
             self.shared += shared
             size = max(0, size - shared)
         trace = PartTrace(size, inputs, forward_ops=recorder.tally.take([output]))
@@ -335,6 +333,12 @@ class TraceRun:
             trace, output, leaf, log, kept, compiled, no_grad, recorder.experts, recorder.head_sum
         )
         return output.detach()
+
+    def _shared_bytes(self, saved: Mapping[int, int], log: Log, x: Tensor | None) -> int:
+        """Of saved storages, by number, those that this part neither makes nor gets as its input: all layers share them."""
+        own = {m.number for entry in log if isinstance(entry, Op) for m in entry.made}
+        own |= {-1} if x is None else {-1, self._recorder.number(x)}
+        return sum(size for number, size in saved.items() if number not in own)
 
     def _restart(self) -> None:
         self._recorder.experts, self._recorder.head_sum = (-1, -1), -1

@@ -80,6 +80,13 @@ def _with_versions(arguments: Mapping[str, Any]) -> list[tuple[str, Tensor, int]
     ]
 
 
+def _modes_of(modules: Sequence[nn.Module]) -> list[tuple[nn.Module, str, Any]]:
+    """Each module's attributes among `_MODES`, with their values."""
+    return [
+        (m, name, getattr(m, name)) for m in modules for name in _MODES if name in vars(m) or hasattr(type(m), name)
+    ]
+
+
 class _RecomputedCall:
     """One forward of a region and its reruns. The graph owns it.
 
@@ -95,12 +102,7 @@ class _RecomputedCall:
         called = region.modules()
         self._name = " and ".join(type(module).__name__ for module in called)
         modules = [m for module in called for m in module.modules()]
-        self._modes = [
-            (m, name, getattr(m, name))
-            for m in modules
-            for name in _MODES
-            if name in m.__dict__ or hasattr(type(m), name)
-        ]
+        self._modes = _modes_of(modules)
         self._weights = [(m, name, w) for m in modules for name, w in m._parameters.items() if w is not None]
         self._buffers = {(i, n): b for i, m in enumerate(modules) for n, b in m._buffers.items() if b is not None}
         # Before the first forward it is not known which ones are written: all are copied.

@@ -123,21 +123,18 @@ def experts(
     _check_update("down_update", down_update, gate_up.shape[0], inner, x.shape[1])
     Glu(activation, interleaved, alpha, limit)
     defers = deferred is not None and (gate_up.requires_grad or down.requires_grad)
-    if gate_up_update is not None or down_update is not None:
-        _refuse_with_updates(pages is not None or defers)
+    _refuse_with_updates(gate_up_update or down_update, pages is not None or defers)
     a1, b1, s1 = gate_up_update or (None, None, 1.0)
     a2, b2, s2 = down_update or (None, None, 1.0)
     trained = (x, weights, gate_up, down, gate_up_bias, down_bias, a1, b1, a2, b2)
-    has_backward = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in trained)
+    has_backward = _has_backward(trained)
     at_once = deferred is None and (pages is None or not has_backward)
     saved_h = "fp8" if precision == "fp8" and compresses(gate_up.dtype, inner) else "exact"
-    rows = ids.numel() if max_rows is None else torch.sym_min(ids.numel(), max_rows)
-    if not at_once or not gate_up.requires_grad or not has_backward:
-        edge = None
-    elif torch.compiler.is_compiling():
-        edge = edge if edge is not None and edge.x.shape == x.shape and edge.dh.shape[0] == rows else None
-    else:
-        edge = edge or gate_up_edge(gate_up, x.shape[0], rows, ids.shape[1], transposed)
+    edge = (
+        _edge_for(edge, x, ids, gate_up, max_rows, transposed)
+        if at_once and has_backward and gate_up.requires_grad
+        else None
+    )
     # Under autocast, autograd's own casts return the gradients in the caller's dtypes.
     inputs = (
         x.to(gate_up.dtype).contiguous(), ids, weights, gate_up.detach() if edge else gate_up, down,
@@ -146,6 +143,17 @@ def experts(
     )  # fmt: skip
     y: Tensor = experts_op(*inputs)[0] if at_once else _eager_experts(inputs, deferred, pages, precision == "fp8")
     return y.to(x.dtype)
+
+
+def _edge_for(
+    given: GateUpEdge | None, x: Tensor, ids: Tensor, gate_up: Tensor, max_rows: int | None, transposed: bool
+) -> GateUpEdge | None:
+    """The edge of a call: `given` if it fits; in eager mode else a new one."""
+    rows = ids.numel() if max_rows is None else torch.sym_min(ids.numel(), max_rows)
+    if not torch.compiler.is_compiling():
+        return given or gate_up_edge(gate_up, x.shape[0], rows, ids.shape[1], transposed)
+    fits = given is not None and given.x.shape == x.shape and given.dh.shape[0] == rows
+    return given if fits else None
 
 
 def _check(
@@ -195,8 +203,12 @@ def _refuse_transforms() -> None:
         )
 
 
-def _refuse_with_updates(refused: bool) -> None:
-    if refused:
+def _has_backward(trained: Sequence[Tensor | None]) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in trained)
+
+
+def _refuse_with_updates(update: LowRank | None, refused: bool) -> None:
+    if update is not None and refused:
         raise ValueError(
             "experts with low-rank updates (LoRA) can neither be stashed in pages nor defer their weights' gradients: "
             "choose another placement than 'stash', or freeze the experts' own weights"

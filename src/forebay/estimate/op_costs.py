@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from forebay.estimate.types import OpCost
+from forebay.estimate.types import MULTIPROCESSORS, OpCost
 
 _NO_KERNEL = frozenset("empty empty_like empty_strided new_empty new_empty_strided lift_fresh lift_fresh_copy".split())
 # Inductor does not fuse these with what is around them.
@@ -201,8 +201,6 @@ _WIDTH = 64
 _EXPONENTIALS = 200
 """Columns of a head that take as long as a pair's exponential: heads of 64 take 0.73 of the time of heads of 128, for which rates
 are measured."""
-_MULTIPROCESSORS = 132
-"""Of an H100 or H200; other GPUs have 108 to 148."""
 
 
 def _attention_padding(query: Tensor, value: Tensor, causal: bool) -> float:
@@ -217,7 +215,7 @@ def _attention_padding(query: Tensor, value: Tensor, causal: bool) -> float:
     pairs = batch * heads * length * value.shape[2] / (2 if causal else 1)
     padded = sum(-(-n // _WIDTH) * _WIDTH for n in (width, value.shape[3]))
     columns = (padded + _EXPONENTIALS) * 256 / (256 + _EXPONENTIALS)
-    return columns / (width + value.shape[3]) * max(tiles, _MULTIPROCESSORS * keys) * _TILE**2 / pairs
+    return columns / (width + value.shape[3]) * max(tiles, MULTIPROCESSORS * keys) * _TILE**2 / pairs
 
 
 def _is_unaligned(matrix: Tensor) -> bool:

@@ -335,7 +335,7 @@ class TraceRun:
         return output.detach()
 
     def _shared_bytes(self, saved: Mapping[int, int], log: Log, x: Tensor | None) -> int:
-        """Of saved storages, by number, those that this part neither makes nor gets as its input: all layers share them."""
+        """Bytes of the saved storages that this part neither makes nor gets as its input: all layers share these."""
         own = {m.number for entry in log if isinstance(entry, Op) for m in entry.made}
         own |= {-1} if x is None else {-1, self._recorder.number(x)}
         return sum(size for number, size in saved.items() if number not in own)

@@ -27,6 +27,8 @@ DH, GATE_UP_GRAD = 5, 6
 
 GPU_BLOCK = 512
 """Bytes to which CUDA's caching allocator rounds (torch `c10/core/AllocatorConfig.h`, kMinBlockSize)."""
+MULTIPROCESSORS = 132
+"""Of the H100 or H200 that plans assume; other GPUs have 108 to 148."""
 
 
 class NewStorage(NamedTuple):

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forebay.estimate.types import DH, GATE_UP_GRAD
+from forebay.estimate.types import DH, GATE_UP_GRAD, MULTIPROCESSORS
 
 WorkspaceStep = tuple[str | int, int]
 """(name, bytes) allocates a buffer, (name, 0) frees it, (number, 0) allocates that result of the operation."""
@@ -22,7 +22,7 @@ MARK = "mark"
 _CHUNK = 512  # slots that a program of sort_slots counts
 _THREADS, _WARP, _MOST_VALUES = 512, 32, 256  # of a reduction: threads of a block and of a warp, values a thread sums
 _FEW_TOKENS, _ROWS_A_THREAD = 3072, 10  # of an embedding's backward
-_MULTIPROCESSORS, _RESIDENT = 132, 2048  # of an H100 or H200: multiprocessors, threads of each
+_RESIDENT = 2048  # threads of a multiprocessor of an H100 or H200
 
 
 def workspace_steps(name: str, args: Any, kwargs: Any, deferred: bool) -> tuple[WorkspaceStep, ...]:
@@ -181,7 +181,7 @@ def _split_sum(outputs: int, inputs: int, across: bool, width: int) -> int:
         return 0  # blocks are split between outputs
     values = -(-values // block_height)
     grid = -(-(outputs // vector) // step_output)
-    target = _MULTIPROCESSORS * (_RESIDENT // (block_width * block_height))
+    target = MULTIPROCESSORS * (_RESIDENT // (block_width * block_height))
     if values < _MOST_VALUES or grid > target:
         return 0
     blocks = max(min(-(-target // grid), -(-values // 16)), -(-values // _MOST_VALUES))

@@ -155,7 +155,7 @@ def losses(folder: Path) -> list[float]:
 
 def loss(options: argparse.Namespace) -> None:
     """Losses of all runs, which share the GPU: none is timed."""
-    arms = dict(zip(_PRECISIONS, _PRECISIONS, strict=True)) | ({"exact, again": "exact"} if options.again else {})
+    arms = {precision: precision for precision in _PRECISIONS} | ({"exact, again": "exact"} if options.again else {})
     with tempfile.TemporaryDirectory() as name:
         folders = {arm: Path(name, str(place)) for place, arm in enumerate(arms)}
         runs = [start(options, precision, folders[arm]) for arm, precision in arms.items()]

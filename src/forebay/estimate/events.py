@@ -63,7 +63,8 @@ def part_events(
 
 
 def _second_run(log: Log, named: NamedStorages) -> list[AllocEvent]:
-    """What a checkpoint runs again. It stops when the last operation that makes a saved tensor returns (torch's `early_stop`)."""
+    """The part of a forward that a checkpoint runs again. It ends with the last operation that makes a saved tensor, as torch's
+    `early_stop` does."""
     saved = set(named.saved)
     makes = [at for at, entry in enumerate(log) if isinstance(entry, Op) and any(m.number in saved for m in entry.made)]
     if not makes:

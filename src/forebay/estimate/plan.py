@@ -27,11 +27,12 @@ from forebay.estimate.rank import RankEstimate, RunEstimator, StepTimer
 from forebay.estimate.routing import EvenRouting
 from forebay.estimate.state import Sharing, all_to_all_bytes, symmetric_bytes
 from forebay.estimate.step_time import StepTime
-from forebay.estimate.trace_cache import TraceCache, declared_by
+from forebay.estimate.trace_cache import TraceCache
 from forebay.estimate.types import Shape
 from forebay.estimate.walk import StepLevel
 from forebay.models.catalog import PUBLISHED, find
 from forebay.policy import PLACEMENTS, format_bytes, resolve
+from forebay.train.hf_io import declared_by
 from forebay.train.parallel import experts_in
 
 if TYPE_CHECKING:

@@ -14,7 +14,8 @@ from forebay.config import Config
 from forebay.errors import UsageError
 from forebay.estimate.device import DeviceProfile
 from forebay.estimate.routing import EvenRouting
-from forebay.estimate.trace_cache import TraceCache, declared_by
+from forebay.estimate.trace_cache import TraceCache
+from forebay.train.hf_io import declared_by
 from forebay.train.parallel import experts_in
 
 _TRANSFERS = 4  # dispatch, combine and their backwards

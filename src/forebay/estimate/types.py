@@ -28,7 +28,7 @@ DH, GATE_UP_GRAD = 5, 6
 GPU_BLOCK = 512
 """Bytes to which CUDA's caching allocator rounds (torch `c10/core/AllocatorConfig.h`, kMinBlockSize)."""
 MULTIPROCESSORS = 132
-"""Of the H100 or H200 that plans assume; other GPUs have 108 to 148."""
+"""The number that an H100 and an H200 have. Plans for other GPUs, which have 108 to 148, use it too."""
 
 
 class NewStorage(NamedTuple):

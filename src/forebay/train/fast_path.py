@@ -4,6 +4,7 @@ Input: a `Config`, and where its processes are. Output: the `FastPath` that `for
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,9 +12,8 @@ import torch.distributed as dist
 
 from forebay.config import Config, Facts, FastPath, is_open, resolve
 from forebay.moe.backends import peers_are_reachable, symmetric_takes, topology_of
-from forebay.train import hf_io
 from forebay.train.distributed import Mesh
-from forebay.train.tokenizer import load_tokenizer
+from forebay.train.hf_io import declared_by
 
 
 def fast_path_of(config: Config, mesh: Mesh) -> FastPath:
@@ -28,10 +28,7 @@ def fast_path_of(config: Config, mesh: Mesh) -> FastPath:
             return topology_of(dist.group.WORLD).count == 1  # type: ignore[arg-type]
         return mesh.all(peers_are_reachable(mesh.expert_group))
 
-    def declared() -> Any:
-        return hf_io.configuration(config.model, load_tokenizer(config.data.tokenizer).vocabulary)
-
-    return choose_path(config, mesh.device.type == "cuda", mesh.size, are_near, declared)
+    return choose_path(config, mesh.device.type == "cuda", mesh.size, are_near, partial(declared_by, config))
 
 
 def choose_path(

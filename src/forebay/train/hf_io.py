@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from forebay.config import Model
+from forebay.config import Config, Model
 from forebay.errors import RunError, UsageError, first_line, nearest
 from forebay.models.catalog import PUBLISHED, find
 from forebay.models.sinks import has_eager_sinks
@@ -22,6 +22,7 @@ from forebay.train.distributed import on_all
 from forebay.train.durable import make_folder, sync, sync_tree
 from forebay.train.hf_weights import incomplete, initialize, initialize_buffers, materialize, mis_shaped
 from forebay.train.model_sizes import check_sizes
+from forebay.train.tokenizer import load_tokenizer
 
 TESTED = ("qwen3_moe", "mixtral", "olmoe", "deepseek_v2", "deepseek_v3", "gpt_oss", "glm4_moe")
 # Without trust_remote_code=False, transformers asks on the terminal whether to run a folder's code.
@@ -163,6 +164,15 @@ def configuration(section: Model, vocabulary: int) -> Any:
         ) from error
     check_sizes(config)
     return config
+
+
+def declared_by(config: Config) -> Any:
+    """The Hugging Face configuration of a run's model, whose default vocabulary is that of the run's tokenizer.
+
+    Raises:
+        UsageError, RunError: see `configuration`, or a tokenizer that cannot be loaded.
+    """
+    return configuration(config.model, load_tokenizer(config.data.tokenizer).vocabulary)
 
 
 def _read_config(folder: Path) -> Any:

@@ -417,20 +417,18 @@ class FsdpLifecycle(_Sharded):
             if s.reshard or last:
                 self._reshard(n)
             # FSDP2 goes through gradients in the order of the parameters.
-            place = {p.name: at for at, p in enumerate(group.params)}
-            named = sorted(self._gradients.pop(n, []), key=lambda found: place[found[0]])
-            gradients = [block for _, block in named]
+            found = dict(self._gradients.pop(n, []))
+            gradients = {p: found[p.name] for p in group.params if p.name in found}
             alone = self._stays(group)
             if n in self._sums:
-                self._free(gradients)
+                self._free(gradients.values())
             elif gradients and s.summed != s.compute and (alone or not (last or not s.sums)):
                 self._sums[n] = []
-                for block in gradients:
-                    size = block.size * s.summed // s.compute
-                    self._sums[n].append(self._allocator.malloc(size, self._stream, GRADIENTS))
+                for p, block in gradients.items():
+                    self._sums[n].append(self._allocator.malloc(s.summed * p.whole, self._stream, GRADIENTS))
                     self._allocator.free(block)
             elif gradients:
-                self._sums[n] = gradients
+                self._sums[n] = [*gradients.values()]
             if (last or not s.sums) and not alone:
                 self._reduce(n, last)
 

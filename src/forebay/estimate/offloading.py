@@ -156,13 +156,16 @@ class OffloadManager:
         else:
             items = offloadable(events, self._hidden, least)
             leaving = [number for at, (number, _) in enumerate(items) if at in chosen]
+        sizes = storage_sizes(events, self._hidden)  # a block may be larger than what it holds
         for n in leaving:
-            if n == events.x and run.x is not None and run.x.size >= least:
-                run.offloaded[n] = run.x.size
+            if sizes.get(n, 0) < least:
+                continue
+            if n == events.x and run.x is not None:
+                run.offloaded[n] = sizes[n]
                 self._allocator.free(run.x)
                 run.x = None
-            elif n in run.blocks and run.blocks[n].size >= least:
-                run.offloaded[n] = run.blocks[n].size
+            elif n in run.blocks:
+                run.offloaded[n] = sizes[n]
                 self._allocator.free(run.blocks.pop(n))
 
     def _fetch(self, run: PartRun) -> None:
@@ -218,9 +221,13 @@ def offloadable(events: PartEvents, hidden: int, least: int) -> list[tuple[int, 
         hidden: bytes of its input.
         least: bytes below which a storage stays on the device.
     """
-    sizes = {n: size for n, size in events.forward if size and n >= 0}
-    sizes[events.x] = hidden
+    sizes = storage_sizes(events, hidden)
     return [(n, sizes[n]) for n in events.saved if sizes.get(n, 0) >= least]
+
+
+def storage_sizes(events: PartEvents, hidden: int) -> dict[int, int]:
+    """Bytes of the storages that a part's forward makes, and of its input."""
+    return {n: size for n, size in events.forward if size and n >= 0} | {events.x: hidden}
 
 
 def offloaded_bytes(plan: Plan, part: Part, hidden: int, least: int) -> int:

@@ -137,9 +137,8 @@ class Managed:
             yield
 
     def detach(self) -> None:
-        """Restore the model. A second call does nothing.
+        """Restore the model. A second call does nothing. Graphs that are alive stay valid and can still run backward.
 
-        Call it after backward: a region that is recomputed whole would run again without Forebay's experts, which torch refuses.
         A forward that was installed on top since (Accelerate's autocast) stays, and calls the model's own.
         """
         self._recompute_experts.clear()
@@ -183,7 +182,8 @@ def manage(
 
     Writing to a saved tensor before its backward is an error, as without Forebay. Writes through ``.data`` are not seen:
     backward may then read the old values. A recomputed region makes its own tensors again, so writing to those has no effect;
-    its inputs, parameters and buffers are checked, tensors that are plain attributes are not.
+    its inputs, parameters and buffers are checked, tensors that are plain attributes are not. It runs again with the modules,
+    hooks, adapters, mode and frozen weights of its forward, even if they were changed since.
 
     Gradient checkpointing of transformers (``gradient_checkpointing=True``) stays in force for layers that the policy keeps. For
     layers in which the policy places something it is suspended, with a warning.

@@ -24,7 +24,7 @@ from transformers import DynamicCache
 import forebay
 from forebay.moe.dispatch import LocalDispatcher
 from tests.seams.test_soak import containers
-from tests.seams.wrapping import LENGTH, ROWS, THEIRS, VOCABULARY, batch, tiny
+from tests.seams.wrapping import LENGTH, ROWS, THEIRS, VOCABULARY, batch, loss_of, tiny
 
 WIDTH = 8
 POLICIES = ["keep", "recompute", "offload"]
@@ -172,6 +172,12 @@ def test_the_same_as_of_a_plain_model(make: Callable[[], nn.Module], use: Use, p
     both(make, policy, use)
 
 
+@pytest.mark.parametrize("policy", ["keep", "offload"])
+def test_a_scripted_child(policy: str) -> None:
+    """(torch's checkpoint cannot stop a scripted rerun early.)"""
+    both(lambda: net(nn.Sequential(torch.jit.script(nn.Linear(WIDTH, WIDTH)), nn.ReLU()), Mlp()), policy, two_steps)
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("inplace", [nn.ReLU(inplace=True), nn.LeakyReLU(0.1, inplace=True)], ids=str)
 def test_an_activation_in_place_is_right_or_refused(policy: str, inplace: nn.Module) -> None:
@@ -265,6 +271,145 @@ def test_eval_between_forward_and_backward(make: Callable[[], nn.Module], policy
         return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
 
     both(make, policy, use)
+
+
+def _replaced_child(model: Any) -> None:
+    model.model.layers[0].mlp.gate_proj = nn.Linear(32, 24, bias=False)
+
+
+def _replaced_block(model: Any) -> None:
+    model.model.layers[0].mlp = tiny(num_hidden_layers=1).model.layers[0].mlp
+
+
+def _replaced_activation(model: Any) -> None:
+    model.model.layers[0].mlp.act_fn = nn.GELU()
+
+
+def _replaced_forward(model: Any) -> None:
+    inner = model.model.layers[0].mlp.up_proj.forward
+    model.model.layers[0].mlp.up_proj.forward = lambda x: 2 * inner(x)
+
+
+def _replaced_buffer(model: Any) -> None:
+    """As a router's bias that is assigned and not written to."""
+    for layer in model.model.layers:
+        layer.self_attn.q_proj.scale = torch.rand(())
+
+
+def _frozen(model: Any) -> None:
+    """Other gradients must not notice; a frozen weight itself gets none, with or without Forebay."""
+    model.model.layers[1].requires_grad_(False)
+
+
+def _unfrozen(model: Any) -> None:
+    model.requires_grad_(True)
+
+
+def _hooked(model: Any) -> None:
+    for path in ("layers.0.self_attn.q_proj", "layers.0.mlp", "layers.1.mlp"):
+        model.model.get_submodule(path).register_forward_hook(lambda module, args, out: 1.5 * out)
+    model.model.layers[0].mlp.up_proj.register_forward_pre_hook(
+        lambda module, args, kwargs: ((2 * args[0],), kwargs), with_kwargs=True
+    )
+
+
+def _unhooked(model: Any) -> None:
+    for handle in model.handles:
+        handle.remove()
+
+
+@pytest.mark.parametrize("options", [{"recompute": "full"}, {"recompute": "save-dispatch"}, {}], ids=str)
+@pytest.mark.parametrize(
+    "change",
+    [
+        _replaced_child,
+        _replaced_block,
+        _replaced_activation,
+        _replaced_forward,
+        _replaced_buffer,
+        _frozen,
+        _unfrozen,
+        _hooked,
+        _unhooked,
+    ],
+)
+def test_a_change_between_forward_and_backward_is_not_seen_by_a_rerun(
+    change: Callable[[Any], None], options: dict[str, Any]
+) -> None:
+    def gradients(policy: Any) -> tuple[list[Tensor | None], list[Tensor]]:
+        model = tiny()
+        q_projections = [layer.self_attn.q_proj for layer in model.model.layers]
+        for q in q_projections:
+            q.register_buffer("scale", torch.tensor(1.25))
+            q.forward = lambda x, q=q: nn.functional.linear(x, q.weight) * q.scale
+        weights = list(model.parameters())
+        if policy is not None:
+            forebay.manage(model, policy, min_bytes=1, **THEIRS, **options)
+        if change is _unfrozen:
+            model.model.layers[0].mlp.requires_grad_(False)
+            model.model.layers[1].self_attn.requires_grad_(False)
+        model.handles = []
+        if change is _unhooked:
+            for layer in model.model.layers:
+                model.handles.append(layer.self_attn.o_proj.register_forward_hook(lambda module, args, out: 1.5 * out))
+                model.handles.append(layer.mlp.register_forward_pre_hook(lambda module, args: (2 * args[0],)))
+        ids = torch.randint(1, VOCABULARY, (ROWS, LENGTH), generator=torch.Generator().manual_seed(seed))
+        loss = model(input_ids=ids, labels=ids).loss
+        change(model)
+        after = {path: (type(m), *m._forward_hooks, *m._forward_pre_hooks) for path, m in model.named_modules()}
+        loss.backward()
+        assert after == {path: (type(m), *m._forward_hooks, *m._forward_pre_hooks) for path, m in model.named_modules()}
+        if change is _replaced_buffer:
+            assert all(q.scale != 1.25 for q in q_projections)
+        with torch.no_grad():
+            changed = model(input_ids=ids).logits  # what follows runs as changed
+        return [w.grad for w in weights], [loss.detach(), changed]
+
+    seed = int(torch.randint(1 << 30, ()))
+    torch.manual_seed(seed)
+    wanted, values = gradients(None)
+    for policy in ("recompute", {"model.layers.*": "recompute"}):
+        torch.manual_seed(seed)
+        found, found_values = gradients(policy)
+        assert all(torch.equal(f, w) if w is not None else f is None for f, w in zip(found, wanted, strict=True))
+        assert all(map(torch.equal, found_values, values))
+
+
+@pytest.mark.parametrize("policy", ["recompute", {"model.layers.*": "recompute"}, {"*.experts": "recompute"}], ids=str)
+@pytest.mark.parametrize("dispatches", [False, True])
+def test_detach_between_forward_and_backward(policy: Any, dispatches: bool) -> None:
+    """A rerun has Forebay's experts, with which the forward ran."""
+
+    def gradients(detaches: bool) -> list[Tensor]:
+        model = tiny()
+        dispatcher = LocalDispatcher(4) if dispatches else None
+        mem = forebay.manage(model, policy, recompute="full", loss=None, min_bytes=1, dispatcher=dispatcher)
+        loss = loss_of(model, ids)
+        if detaches:
+            mem.detach()
+            assert "forward" not in vars(model.model.layers[1].mlp.experts)
+        loss.backward()
+        if detaches:
+            assert not any(
+                name.startswith("_forebay") or name == "forward" for m in model.modules() for name in vars(m)
+            )
+        return [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+
+    ids = torch.randint(1, VOCABULARY, (ROWS, LENGTH))
+    wanted, found = gradients(False), gradients(True)
+    assert len(found) == len(wanted) and all(map(torch.equal, found, wanted))
+
+
+@pytest.mark.parametrize("policy", ["recompute", {"model.layers.*": "recompute"}], ids=str)
+def test_weights_of_another_dtype_are_named(policy: Any) -> None:
+    model = tiny()
+    forebay.manage(model, policy, recompute="full", min_bytes=1)
+    loss = loss_of(model, batch(0))
+    model.double()
+    with pytest.raises(
+        RuntimeError, match=r"weight .*is torch.float64 on cpu, and was torch.float32 on cpu .*after backward"
+    ):
+        loss.backward()
 
 
 # --- settings of the whole process ------------------------------------------------------------------------------------

@@ -309,8 +309,11 @@ class Manager:
         if region.placement == "recompute" and region.light is not None:
             region.light(True)
         mode = "full" if self._recompute == "light" else self._recompute
-        region.site.wrap(
-            lambda forward: partial(self._run, region, forward, recomputed(forward, mode, region.site.called_modules))
+        site = region.site
+        site.wrap(
+            lambda forward: partial(
+                self._run, region, forward, recomputed(forward, mode, site.called_modules, site.module)
+            )
         )
 
     def _run(

@@ -9,7 +9,7 @@ forward is wrapped at its `CallSite`.
 
 import inspect
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import update_wrapper
 from types import FunctionType, MethodType
@@ -169,6 +169,26 @@ def _is_foreign(module: nn.Module) -> bool:
 def is_outermost(module: nn.Module) -> bool:
     """Whether the instance's forward is Forebay's, without a wrapper on top."""
     return _is_ours(module.__dict__.get("forward"))
+
+
+def installed_on(module: nn.Module) -> Iterator[tuple[Any, str, Any]]:
+    """What `install` and `put_setting` have made of the forward of `module`, and any other forward that is on the instance.
+
+    Returns:
+        (owner, attribute, value); None for an attribute that an instance does not have. Put back, they run the same forward.
+    """
+    yield module, "forward", module.__dict__.get("forward")
+    installed = module.__dict__.get(STATE)
+    if installed is None:
+        return
+    yield module, STATE, installed
+    yield module, _BEFORE, module.__dict__.get(_BEFORE)
+    yield installed, "top", installed.top
+    yield installed, "settings", installed.settings.copy()
+    entry = installed.top
+    while entry is not None:
+        yield entry, "run", entry.run
+        entry = entry.below
 
 
 def setting(module: nn.Module, name: str, default: Any = None) -> Any:

@@ -4,8 +4,7 @@ Input: a forward and the modules whose weights and buffers it reads. Output of `
 which saves its arguments for backward instead of what autograd saves in the forward. The graph owns each call.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -16,16 +15,19 @@ from torch.autograd import _unsafe_preserve_version_counter
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from forebay.memory.module_state import as_in_forward, state_of
+
 # Mode -> operations whose results are kept. A recomputation would repeat them on all ranks.
 _KEPT_OPS: Mapping[str, frozenset[str]] = {"full": frozenset(), "save-dispatch": frozenset({"forebay::dispatch"})}
 _Key = tuple[int, str]  # of a module among the region's, and a buffer's name
-# Attributes of modules that choose what a forward computes: evaluation or training, and PEFT's adapters.
-_MODES = ("training", "_active_adapter", "_disable_adapters")
 _AFTER_BACKWARD = "Change weights and buffers (optimizer.step(), a router's bias) after backward"
 
 
 def recomputed(
-    forward: Callable[..., Any], mode: str, modules: Callable[[], Sequence[nn.Module]]
+    forward: Callable[..., Any],
+    mode: str,
+    modules: Callable[[], Sequence[nn.Module]],
+    holder: nn.Module | None = None,
 ) -> Callable[..., Any]:
     """`forward` under non-reentrant checkpointing with the RNG state restored, so the results are bitwise those of ``keep`` if it
     is deterministic; a plain call if gradients are off, and of a transformers layer that is given a KV cache.
@@ -37,11 +39,12 @@ def recomputed(
             `forward` was saved. "save-dispatch" keeps what dispatch returned, so backward does not repeat it. Its graph can be
             walked once only: torch raises for a retained one.
         modules: returns the modules whose weights and buffers `forward` reads.
+        holder: the module in which `forward` looks them up, if any.
     """
     options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": True}
     if kept := _KEPT_OPS[mode]:
         options["context_fn"] = partial(create_selective_checkpoint_contexts, partial(_keep, kept))
-    region = _RegionForward(forward, modules)
+    region = _RegionForward(forward, modules, holder)
 
     def run(*args: Any, **kwargs: Any) -> Any:
         # A rerun would append its keys and values to a KV cache (prefix tuning) once more.
@@ -66,6 +69,7 @@ class _RegionForward:
 
     forward: Callable[..., Any]
     modules: Callable[[], Sequence[nn.Module]]
+    holder: nn.Module | None
     written: set[_Key | str] | None = None  # buffers and keyword arguments that it writes; None before it has run once
 
 
@@ -80,20 +84,13 @@ def _with_versions(arguments: Mapping[str, Any]) -> list[tuple[str, Tensor, int]
     ]
 
 
-def _modes_of(modules: Sequence[nn.Module]) -> list[tuple[nn.Module, str, Any]]:
-    """Each module's attributes among `_MODES`, with their values."""
-    return [
-        (m, name, getattr(m, name)) for m in modules for name in _MODES if name in vars(m) or hasattr(type(m), name)
-    ]
-
-
 class _RecomputedCall:
     """One forward of a region and its reruns. The graph owns it.
 
     A rerun raises if weights were written to or replaced since the forward, or keyword arguments (torch checks positional ones)
     or buffers written to that the forward only reads (a router's bias). Buffers that the forward writes (running statistics) are
     put back for the rerun, and get their present values after it. Keyword arguments that it writes are copies in the rerun.
-    Modules are in the mode of the forward: training or evaluation, with the same adapters of PEFT.
+    Modules are as they were in the forward (`forebay.memory.module_state`).
     """
 
     def __init__(self, region: _RegionForward, arguments: Mapping[str, Any]):
@@ -102,8 +99,9 @@ class _RecomputedCall:
         called = region.modules()
         self._name = " and ".join(type(module).__name__ for module in called)
         modules = [m for module in called for m in module.modules()]
-        self._modes = _modes_of(modules)
+        self._state = state_of(modules, region.holder)
         self._weights = [(m, name, w) for m in modules for name, w in m._parameters.items() if w is not None]
+        self._kinds = [(w.dtype, w.device) for _, _, w in self._weights]
         self._buffers = {(i, n): b for i, m in enumerate(modules) for n, b in m._buffers.items() if b is not None}
         # Before the first forward it is not known which ones are written: all are copied.
         known = region.written
@@ -128,23 +126,11 @@ class _RecomputedCall:
         present = {key: self._buffers[key].clone() for key in self._copies}
         self._set_buffers(self._copies)
         try:
-            with self._modes_of_forward():
+            with as_in_forward(self._state):
                 return self._region.forward(*args, **kwargs)
         finally:
             self._set_buffers(present)
             self._versions = self._current_versions()  # adapters may write to weights in a forward
-
-    @contextmanager
-    def _modes_of_forward(self) -> Iterator[None]:
-        # Trap: after `model.eval()` attention without dropout saves as many tensors, and torch sees no difference.
-        changed = [(m, name, mode, now) for m, name, mode in self._modes if (now := getattr(m, name)) != mode]
-        for module, name, mode, _ in changed:
-            setattr(module, name, mode)
-        try:
-            yield
-        finally:
-            for module, name, _, now in changed:
-                setattr(module, name, now)
 
     def _as_first_given(self, argument: Tensor) -> Tensor:
         copy = self._written_arguments.get(id(argument))
@@ -175,12 +161,19 @@ class _RecomputedCall:
 
     def _check(self) -> None:
         now = self._current_versions()
+        for (owner, name, weight), (dtype, device) in zip(self._weights, self._kinds, strict=True):
+            if weight.dtype != dtype or weight.device != device:
+                raise RuntimeError(
+                    f"{name} ({type(owner).__name__}), which a recomputed {self._name} reads, is {weight.dtype} on "
+                    f"{weight.device}, and was {dtype} on {device} in its forward: move and convert the model (model.to(...)) "
+                    "after backward"
+                )
         for (owner, name, weight), then, version in zip(self._weights, self._versions, now, strict=False):
             # Trap: PEFT's target_parameters write frozen weights' own values to them in each forward.
             if version != then and weight.requires_grad:
                 self._raise_modified(type(owner).__name__, name, version, then)
             # FSDP puts unsharded weights in the place of sharded ones and back, with the same values.
-            if owner._parameters.get(name) is not weight and not getattr(owner, "_is_fsdp_managed_module", False):
+            if getattr(owner, name, None) is not weight and not getattr(owner, "_is_fsdp_managed_module", False):
                 raise RuntimeError(
                     f"{name} of a {type(owner).__name__}, which a recomputed {self._name} reads, was "
                     "another one in its forward (torch.func.functional_call puts weights in a model for the time of its forward "

@@ -136,10 +136,16 @@ def check_block(parts: LayerParts) -> None:
 
 def innermost(module: Any) -> nn.Module:
     """The module inside PEFT's wrappers (``base_layer``), or `module` itself."""
-    while isinstance(module.__dict__.get("_modules", {}).get("base_layer"), nn.Module):
+    while _child(module, "base_layer") is not None:
         module = module.base_layer
     inner: nn.Module = module
     return inner
+
+
+def _child(module: Any, name: str) -> nn.Module | None:
+    """The child called `name`; not an attribute, which PEFT's wrappers pass on."""
+    children = module.__dict__.get("_modules", {})
+    return children[name] if name in children else None  # noqa: SIM401, a scripted module's children have no `get`
 
 
 def transformers_base(module: nn.Module) -> type[nn.Module] | None:
@@ -166,7 +172,7 @@ class _Known:
         return self._halves[base]
 
     def block(self, path: str, module: Any) -> MoeBlock | None:
-        if not isinstance(module._modules.get("experts"), nn.Module) or isinstance(module, GradientCheckpointingLayer):
+        if _child(module, "experts") is None or isinstance(module, GradientCheckpointingLayer):
             return None
         base = transformers_base(module)
         if base is None:

@@ -1,0 +1,88 @@
+"""What decides what a forward computes, besides weights and inputs: taken before a forward, put back for its rerun in backward.
+
+Input: the modules that a region calls. Output of `state_of`: their children, buffers, hooks, modes, replaced forwards and frozen
+weights, and Forebay's own callables, as (owner, attribute, value). `as_in_forward` puts back for a time what has changed since.
+Whoever takes the state owns it.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from forebay.memory.overrides import installed_on
+
+# Evaluation or training, and PEFT's adapters.
+_MODES = ("training", "_active_adapter", "_disable_adapters")
+_PLAIN = ("_buffers", "_forward_pre_hooks", "_forward_hooks")
+_HOOKED = (*_PLAIN, "_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
+
+State = Sequence[tuple[Any, str, Any]]
+"""(owner, attribute, value); None for an attribute that an instance does not have."""
+
+
+def state_of(modules: Iterable[nn.Module], holder: nn.Module | None = None) -> State:
+    """The state of `modules`, each of which is listed itself, as it is now.
+
+    Args:
+        holder: the module that has some of `modules` as children; these children are part of the state.
+    """
+    found = [] if holder is None else _children(holder)
+    for module in modules:
+        if isinstance(module._modules, dict):  # all but scripted modules
+            hooked = module._forward_hooks or module._forward_pre_hooks
+            found += [(module, name, vars(module)[name].copy()) for name in (_HOOKED if hooked else _PLAIN)]
+            found += _children(module)
+        found += [(module, name, getattr(module, name)) for name in _MODES if _has(module, name)]
+        found += installed_on(module)
+        found += [(w, "requires_grad", w.requires_grad) for w in module._parameters.values() if w is not None]
+    return found
+
+
+def _children(module: nn.Module) -> list[tuple[Any, str, Any]]:
+    # Trap: a parametrization is a child and a change of the class; PEFT's target_parameters undo both after each forward.
+    fixed = "parametrizations" in module._modules or not isinstance(module._modules, dict)
+    return [] if fixed else [(module, "_modules", module._modules.copy())]
+
+
+def _has(module: nn.Module, name: str) -> bool:
+    return name in vars(module) or hasattr(type(module), name)
+
+
+@contextmanager
+def as_in_forward(state: State) -> Iterator[None]:
+    """Context in which `state` holds."""
+    changed = [(owner, name, then, now) for owner, name, then in state if not _same(now := _get(owner, name), then)]
+    for owner, name, then, _ in changed:
+        _put(owner, name, then)
+    try:
+        yield
+    finally:
+        for owner, name, _, now in reversed(changed):
+            _put(owner, name, now)
+
+
+def _same(now: Any, then: Any) -> bool:
+    if not isinstance(then, dict):
+        return bool(now == then)
+    # Not `==`, which compares the elements of buffers.
+    return len(now) == len(then) and all(now.get(key) is value for key, value in then.items())
+
+
+def _get(owner: Any, name: str) -> Any:
+    return getattr(owner, name) if _is_set_by_property(owner, name) else vars(owner).get(name)
+
+
+def _put(owner: Any, name: str, value: Any) -> None:
+    if _is_set_by_property(owner, name):
+        setattr(owner, name, value)
+    elif value is None:
+        vars(owner).pop(name, None)
+    else:
+        # Not by `setattr`, which wrappers of modules pass on to the module inside.
+        vars(owner)[name] = value
+
+
+def _is_set_by_property(owner: Any, name: str) -> bool:
+    return not isinstance(owner, nn.Module) or name in _MODES

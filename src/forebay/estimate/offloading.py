@@ -17,6 +17,8 @@ from forebay.estimate.types import PartEvents
 from forebay.memory.offload_plan import fit_link, is_interleaved, offload_all, plan_interleaved
 from forebay.memory.timeline import CallFigures, Key, Plan, Timeline, TimelineEvent
 
+ENDS = ("embedding", "head")
+"""Paths of the parts that are not sublayers."""
 MEASURED_STEPS = 2
 """Steps that a GPU's manager measures: everything that may leave does. It follows its plan from then on."""
 
@@ -119,7 +121,7 @@ class OffloadManager:
         self.record("B", run)
         self._transfer("B", run)
         self._fetch(run)
-        if following is not None and self.plan is None:
+        if following is not None and self.plan is None and run.part.path not in ENDS:
             self._fetch(following)
 
     def record(self, kind: str, run: PartRun) -> None:
@@ -133,7 +135,10 @@ class OffloadManager:
             self._leaving.append(run)
 
     def _transfer(self, kind: str, run: PartRun) -> None:
-        """Release and fetch what is due when a part's forward or backward begins."""
+        """Release and fetch what is due when a sublayer's forward or backward begins. Embedding and head are no regions: nothing
+        is due at theirs."""
+        if run.part.path in ENDS:
+            return
         if self.plan is None:
             staying = self._leaving[-1:] if self._link is None else [run]
             for other in [other for other in self._leaving if all(other is not mine for mine in staying)]:
@@ -192,7 +197,7 @@ class _StepRecord:
     def add(self, kind: str, run: PartRun, items: tuple[int, ...], seconds: tuple[float, float]) -> None:
         """`items`: bytes of what its sublayer saves that a store would take; `seconds`: of its forward and backward."""
         part, (forward, backward) = run.part, seconds
-        if part.path in ("embedding", "head"):
+        if part.path in ENDS:
             # A head's backward follows its forward at once.
             if kind == "F" and self._seconds:
                 self._seconds[-1] += forward + (backward if part.path == "head" else 0.0)

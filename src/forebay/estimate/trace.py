@@ -441,8 +441,9 @@ class TraceRun:
         head = self.model.lm_head
         if self.shape.loss == "fused":
             return head_loss(head.forward, hidden, labels, shift_labels=labels, num_items_in_batch=labels.numel())
+        logits = head(hidden)  # the model's output has them until the trainer has the loss
         return self.model.loss_function(
-            logits=head(hidden),
+            logits=logits,
             labels=labels,
             vocab_size=self.model.config.get_text_config().vocab_size,
             shift_labels=labels,

@@ -7,6 +7,7 @@ windows, as this machine runs them.
 
 from __future__ import annotations
 
+import itertools
 import random
 import zlib
 from collections.abc import Callable, Iterator
@@ -439,11 +440,17 @@ def test_auto_tries_plans_from_end_to_end(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("forebay.memory.hooks.storable", lambda t, _, n, w: storable(t, torch.device("cpu"), n, w))
     monkeypatch.setattr("forebay.memory.hooks.storage_bytes", lambda s, _: storage_bytes(s, torch.device("cpu")))
     model.register_forward_pre_hook(lambda *_: mem.forward_begins(GPU))
+    emptied: list[int] = []
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(mem.store.live_tickets))
     truth, steps = gradients(model), 1
+    plans: list[Plan | None] = [mem.plan]
     while not mem.settled:
         assert same(gradients(model), truth)
+        plans.append(mem.plan)
         steps += 1
         assert steps <= MAX_TRIAL_STEPS + 4
+    changes = sum(a is not b for a, b in itertools.pairwise(plans))
+    assert emptied == [0] * changes, "the cache is emptied once for each new plan, between steps"
     assert mem.plan is not None and mem.tuner.trials and any(trial.plan is mem.plan for trial in mem.tuner.trials)
     assert all(trial.milliseconds > 0 for trial in mem.tuner.trials)
     assert (

@@ -55,7 +55,9 @@ def _swiglu(interleaved: bool) -> Callable[..., Any]:
         backend: Any, h: Tensor, da: Tensor, w: Tensor, order: Tensor, offs: Tensor, bias: Tensor, e: Tensor
     ) -> Any:
         glu, rest = Glu("clamped_swiglu", interleaved), {"bias": bias, "row_expert": e, "backend": backend}
-        return swiglu_forward(h, w, order, offs, glu, **rest), swiglu_backward(h, da, w, order, offs, glu, **rest)
+        return swiglu_forward(h, w, order, offs, glu, **rest), swiglu_backward(
+            h, da.clone(), w, order, offs, glu, **rest
+        )
 
     return call
 

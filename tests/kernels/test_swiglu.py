@@ -49,7 +49,7 @@ def compare(h, da, weights, order, offs, extra, glu) -> None:
     both = [
         (
             swiglu_forward(h, weights, order, offs, glu, backend=b, **extra),
-            *swiglu_backward(h, da, weights, order, offs, glu, backend=b, **extra),
+            *swiglu_backward(h, da.clone(), weights, order, offs, glu, backend=b, **extra),
         )
         for b in ("triton", "reference")
     ]
@@ -87,11 +87,11 @@ def test_shapes_around_a_tile(rows: int, inner: int, live: int, glu: Glu, poison
 def test_pairs_that_start_on_an_odd_element(poisoned: None) -> None:
     """They cannot be read as words where they lie."""
     h, da, weights, order, offs, extra = make(9, 24, 8, torch.bfloat16, bias=True)
-    wanted = swiglu_backward(h, da, weights, order, offs, CLAMPED, backend="triton", **extra)
+    wanted = swiglu_backward(h, da.clone(), weights, order, offs, CLAMPED, backend="triton", **extra)
     odd = [torch.cat((t.new_zeros(1), t.view(-1)))[1:].view(t.shape) for t in (h, extra["bias"])]
     assert all(t.storage_offset() == 1 for t in odd)
     extra["bias"] = odd[1]
-    got = swiglu_backward(odd[0], da, weights, order, offs, CLAMPED, backend="triton", **extra)
+    got = swiglu_backward(odd[0], da.clone(), weights, order, offs, CLAMPED, backend="triton", **extra)
     assert_equal(got, wanted)
     with pytest.raises(ValueError, match="even offset"):
         swiglu_backward(odd[0], da, weights, order, offs, CLAMPED, over_h=True, **extra)
@@ -101,19 +101,19 @@ def test_pairs_that_start_on_an_odd_element(poisoned: None) -> None:
 @backends
 def test_written_over_its_inputs_gives_the_same_bits(glu: Glu, backend, poisoned: None) -> None:
     h, da, *rest, extra = make(33, 72, 30, torch.bfloat16, bias=True)
-    wanted = swiglu_backward(h, da, *rest, glu, backend=backend, **extra)
+    wanted = swiglu_backward(h, da.clone(), *rest, glu, backend=backend, **extra)
     over_h, over_da = h.clone(), da.clone()
-    got = swiglu_backward(over_h, over_da, *rest, glu, over_h=True, over_da=True, backend=backend, **extra)
+    got = swiglu_backward(over_h, over_da, *rest, glu, over_h=True, backend=backend, **extra)
     assert_equal(got, wanted)
     assert got[0] is over_h and got[1] is over_da
 
 
 def test_only_what_is_needed_is_made() -> None:
-    *inputs, _ = make(9, 24, 8, torch.float32)
-    wanted = swiglu_backward(*inputs, SWIGLU, backend="triton")
+    h, da, *rest, _ = make(9, 24, 8, torch.float32)
+    wanted = swiglu_backward(h, da.clone(), *rest, SWIGLU, backend="triton")
     for needs in [(True, False, False), (False, True, False), (False, False, True)]:
         names = dict(zip(("need_dh", "need_act", "need_dw"), needs, strict=True))
-        got = swiglu_backward(*inputs, SWIGLU, **names, backend="triton")
+        got = swiglu_backward(h, da.clone(), *rest, SWIGLU, **names, backend="triton")
         for need, a, b in zip(needs, got, wanted, strict=True):
             assert torch.equal(a, b) if need else a is None
 
@@ -134,7 +134,7 @@ def test_reference_is_what_autograd_says(glu: Glu) -> None:
     dh, dw = torch.autograd.grad(y, (h, weights), da)
     args = (h.detach(), weights.detach(), order, offs, glu)
     torch.testing.assert_close(swiglu_forward(*args, **extra), y.detach())
-    got = swiglu_backward(args[0], da, *args[1:], **extra)
+    got = swiglu_backward(args[0], da.clone(), *args[1:], **extra)
     for a, b in zip(got, (dh, y.detach(), dw), strict=True):
         torch.testing.assert_close(a, b)
 
@@ -173,9 +173,8 @@ def compare_paged(h, da, weights, order, offs, extra, glu, backend, **where) -> 
     saved = torch.full(h.shape, torch.nan, dtype=h.dtype, device=DEVICE)
     restore([pages], [saved], backend=backend)
     assert torch.equal(saved[:live], h[:live]) and saved[live:].isnan().all()
-    wanted = swiglu_backward(h, da, weights, order, offs, glu, **rest)
-    assert_equal(swiglu_backward(pages, da, weights, order, offs, glu, **rest), wanted)
-    assert_equal(swiglu_backward(pages, da.clone(), weights, order, offs, glu, over_da=True, **rest), wanted)
+    wanted = swiglu_backward(h, da.clone(), weights, order, offs, glu, **rest)
+    assert_equal(swiglu_backward(pages, da.clone(), weights, order, offs, glu, **rest), wanted)
 
 
 @backends
@@ -204,11 +203,11 @@ def test_in_8_bits_h_is_what_its_rows_are_rounded_to(
     assert torch.equal(act, swiglu_forward(h, weights, order, offs, glu, **rest)), "act is that of h itself"
     assert torch.equal(small[:live], encode_rows(h[:live], backend="reference"))
     rounded = decode_rows(small, 2 * inner, backend="reference")
-    wanted = swiglu_backward(rounded, da, weights, order, offs, glu, **rest)
-    assert_equal(swiglu_backward(small, da, weights, order, offs, glu, **rest), wanted)
+    wanted = swiglu_backward(rounded, da.clone(), weights, order, offs, glu, **rest)
+    assert_equal(swiglu_backward(small, da.clone(), weights, order, offs, glu, **rest), wanted)
     pages = paged(small, offs, page_bytes=4096)
     assert torch.equal(swiglu_forward(h, weights, order, offs, glu, saved=pages, **rest), act)
-    assert_equal(swiglu_backward(pages, da.clone(), weights, order, offs, glu, over_da=True, **rest), wanted)
+    assert_equal(swiglu_backward(pages, da.clone(), weights, order, offs, glu, **rest), wanted)
     for act_or_gradient in wanted[:2]:
         assert (act_or_gradient[live:] == 0).all()
     h[::2, 1::7], h[1::2, ::9] = torch.inf, -torch.inf
@@ -248,9 +247,9 @@ def test_where_pages_were_short_h_is_zeros(backend, poisoned: None) -> None:
         act = swiglu_forward(h, weights, order, offs, glu, saved=pages, backend=backend, **extra)
         assert torch.equal(act, swiglu_forward(h, weights, order, offs, glu, backend=backend, **extra))
         assert torch.equal(pages.arena.device, before[0]) and torch.equal(pages.arena.host, before[1])
-        got = swiglu_backward(pages, da, weights, order, offs, glu, backend=backend, **extra)
+        got = swiglu_backward(pages, da.clone(), weights, order, offs, glu, backend=backend, **extra)
         zeros = torch.zeros_like(h)
-        assert_equal(got, swiglu_backward(zeros, da, weights, order, offs, glu, backend=backend, **extra))
+        assert_equal(got, swiglu_backward(zeros, da.clone(), weights, order, offs, glu, backend=backend, **extra))
 
 
 def test_refusals() -> None:
@@ -291,7 +290,7 @@ def test_more_elements_than_int32_counts(glu: Glu) -> None:
     order = torch.arange(rows, device="cuda", dtype=torch.int32)
     offs = torch.tensor([rows], device="cuda", dtype=torch.int32)
     act = swiglu_forward(h, weights, order, offs, glu)
-    got = swiglu_backward(h, da, weights, order, offs, glu)
+    got = swiglu_backward(h, da.clone(), weights, order, offs, glu)
     small = (h[-64:], da[-64:], weights[-64:], order[:64], torch.full_like(offs, 64))
     wanted = swiglu_backward(*small, glu, backend="reference")
     close(act[-64:], wanted[1])
@@ -324,7 +323,7 @@ def test_pages_with_more_elements_than_int32_counts(glu: Glu) -> None:
     assert torch.equal(saved[:-1].view(torch.int16), h[:-1].view(torch.int16)) and (saved[-1] == 0).all()
     del saved
     da = torch.randn(rows, inner, dtype=torch.bfloat16, device="cuda")
-    wanted = swiglu_backward(h, da, weights, order, offs, glu)
+    wanted = swiglu_backward(h, da.clone(), weights, order, offs, glu)
     del h
-    got = swiglu_backward(pages, da, weights, order, offs, glu)
+    got = swiglu_backward(pages, da.clone(), weights, order, offs, glu)
     assert_equal([t.nan_to_num_() for t in got], [t.nan_to_num_() for t in wanted])

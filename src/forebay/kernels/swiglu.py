@@ -410,7 +410,6 @@ def swiglu_backward(
     need_act: bool = True,
     need_dw: bool = True,
     over_h: bool = False,
-    over_da: bool = False,
     backend: Backend = "auto",
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """(dh [R, 2I] in h's dtype, act [R, I] in da's dtype, dw [N] fp32 by slot); None if not needed.
@@ -424,17 +423,17 @@ def swiglu_backward(
     Args:
         h: [R, 2I], any strides, or where `swiglu_forward` wrote it: pages, of which rows without a page count as zeros, or
             compressed rows.
-        da: [R, I], the gradient of act, in h's dtype.
-        over_h, over_da: write dh over h and act over da. They lower the peak by 4RI and 2RI bytes (bf16). h has to be a tensor
-            [R, 2I].
+        da: [R, I], the gradient of act, in h's dtype. If contiguous, it is written over by act.
+        over_h: write dh over h, which has to be a tensor [R, 2I]. Lowers the peak by 4RI bytes (bf16).
         others: as in `swiglu_forward`.
 
     Raises:
-        ValueError: shapes or devices that do not fit, bias without row_expert, or a tensor to be written over that is not
+        ValueError: shapes or devices that do not fit, bias without row_expert, or an h to be written over that is not
             contiguous or starts at an odd element of its storage.
         TypeError: as in `swiglu_forward`, and da in another dtype than h.
     """
-    _check_written_over(over_h and h, over_da and da)
+    if over_h:
+        _check_written_over(h)
     source, shape, dtype = _source_of_h(h, da, backend)
     rows, inner = shape[0], shape[1] // 2
     if da.shape != (rows, inner):
@@ -443,7 +442,7 @@ def swiglu_backward(
     weights, order, offs, bias, row_expert = _prepare(da, shape, weights, order, offs, bias, row_expert)
     new_dh = source if over_h and isinstance(source, Tensor) else torch.empty(shape, dtype=dtype, device=da.device)
     dh = new_dh if need_dh else None
-    act = (da if over_da else torch.empty_like(da)) if need_act else None
+    act = da if need_act else None
     every_slot_has_a_row = weights.shape[0] == rows
     new_dw = torch.empty if every_slot_has_a_row else torch.zeros
     compute = torch.float64 if dtype == torch.float64 else torch.float32
@@ -467,13 +466,11 @@ def swiglu_backward(
     return dh, act, dw
 
 
-def _check_written_over(*tensors: Tensor | PageTable | bool) -> None:
-    """Each of those that are to be written over, False for the others."""
-    for t in tensors:
-        if isinstance(t, PageTable) or (isinstance(t, Tensor) and t.dtype is torch.uint8):
-            raise ValueError("h in pages or in 8 bits cannot be written over: over_h needs a tensor [R, 2I]")
-        if isinstance(t, Tensor) and (not t.is_contiguous() or t.storage_offset() % 2):
-            raise ValueError("a tensor to be written over must be contiguous, from an even offset")
+def _check_written_over(h: Tensor | PageTable) -> None:
+    if isinstance(h, PageTable) or h.dtype is torch.uint8:
+        raise ValueError("h in pages or in 8 bits cannot be written over: over_h needs a tensor [R, 2I]")
+    if not h.is_contiguous() or h.storage_offset() % 2:
+        raise ValueError("h to be written over must be contiguous, from an even offset")
 
 
 def _source_of_h(

@@ -608,7 +608,7 @@ def _through_activation(
     del dy_rows
     dh, act, dw = swiglu_backward(
         h, da, weights, order, offs, settings.glu, bias=bias, row_expert=row_expert,
-        need_dh=needs.dh, need_act=needs.act, need_dw=needs.weights, over_da=True,
+        need_dh=needs.dh, need_act=needs.act, need_dw=needs.weights,
         over_h=over_h and isinstance(h, Tensor) and is_written_over(h),
     )  # fmt: skip
     return dh, act, dw, kept, dlow

@@ -550,6 +550,7 @@ def _watch_base_model(model: nn.Module, sites: Mapping[str, CallSite], manager: 
     def around(inner: InnerForward) -> ForwardFn:
         def run(self: Any, *args: Any, **kwargs: Any) -> Any:
             nonlocal warned, seen
+            begun = 0 if warned else _calls(sites)  # another thread's forward may end in between, and count our calls
             device = next((p.device for p in self.parameters()), None)
             if device is not None:
                 manager.forward_begins(device)
@@ -559,7 +560,7 @@ def _watch_base_model(model: nn.Module, sites: Mapping[str, CallSite], manager: 
                 manager.forward_failed()
                 raise
             before, seen = seen, 0 if warned else _calls(sites)
-            if not warned and sites and torch.is_grad_enabled() and seen == before:
+            if not warned and sites and torch.is_grad_enabled() and seen == before == begun:
                 warned = True
                 warnings.warn(
                     f"forebay.manage: a forward of {type(self).__name__} ran with gradients enabled and called none of its "

@@ -235,7 +235,9 @@ def hasty_threads() -> Iterator[None]:
 
 
 def test_two_threads_at_once(hasty_threads: None) -> None:
-    """Each with a forward and a backward of its own on one managed model. Both find that the measured step is over."""
+    """Each with a forward and a backward of its own on one managed model. Both find that the measured step is over, and neither
+    takes the other's calls of regions for none at all."""
+    warnings.simplefilter("error")
     model = net()
 
     def gradient(seed: int) -> Tensor:
@@ -413,6 +415,33 @@ def test_weights_of_another_dtype_are_named(policy: Any) -> None:
 
 
 # --- settings of the whole process ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "options", [{}, THEIRS, {"dispatcher": LocalDispatcher(4)}], ids=["forebay's", "its own", "stages"]
+)
+def test_hooks_on_all_modules_see_what_they_see_without_forebay(options: dict[str, Any]) -> None:
+    def called(model: Any) -> tuple[list[nn.Module], list[str]]:
+        seen: list[nn.Module] = []
+        handle = nn.modules.module.register_module_forward_hook(lambda module, args, out: seen.append(module))
+        try:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                loss_of(model, batch(0)).backward()
+        finally:
+            handle.remove()
+        return seen, [str(w.message) for w in caught]
+
+    model = tiny()
+    block = model.model.layers[1].mlp
+    wanted, _ = called(model)
+    forebay.manage(model, "offload", **options)
+    found, warned = called(model)
+    # Forebay's experts compute the activation themselves.
+    skipped = [] if "loss" in options else [block.experts.act_fn]
+    skipped += [block] if "dispatcher" in options else []
+    assert found == [module for module in wanted if module not in skipped]
+    assert ("dispatcher" in options) == any("do not see MoE blocks in stages" in w for w in warned)
 
 
 @pytest.mark.parametrize("policy", ["offload", {"*.experts": "stash"}], ids=str)

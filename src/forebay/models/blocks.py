@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import _has_any_global_hook
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from forebay.memory.overrides import ForwardFn, InnerForward, install, is_managed, is_patched
@@ -116,8 +117,9 @@ def moe_front(half: Callable[..., Any], block: Callable[..., Any], layer: Any, x
 def _plain_or_whole(
     kind: type[nn.Module], name: str, sublayer: Callable[..., Any], whole: Callable[..., Any], layer: Any, x: Tensor
 ) -> MoeOutput:
-    """`sublayer(x)`, or a call of the layer's block if it is no longer a plain one of class `kind`."""
-    return sublayer(layer, x) if _is_plain(getattr(layer, name), kind) else whole(layer, x)
+    """`sublayer(x)`; a call of the layer's block if it is no plain one of class `kind` any more, or all modules are hooked."""
+    plain = _is_plain(getattr(layer, name), kind) and not _has_any_global_hook()
+    return sublayer(layer, x) if plain else whole(layer, x)
 
 
 def _is_plain(block: nn.Module, kind: type[nn.Module]) -> bool:
@@ -250,7 +252,7 @@ class SublayerForward:
         self._names = tuple(inspect.signature(type(parts.module).forward).parameters)[2:]
         self._block_class = type(self._block)
         self._compiled = compiled
-        self._warned = False
+        self._warned = self._warned_of_hooks = False
 
     @property
     def mixer(self) -> nn.Module:
@@ -302,8 +304,8 @@ class SublayerForward:
         return None if self._parts.moe is None else innermost(self._block.experts)
 
     def check_block(self) -> None:
-        """Raise RuntimeError if a compiled or staged sublayer would skip something installed on its block since; warn of adapters
-        on the experts that need PEFT's own forward."""
+        """Raise RuntimeError if a compiled or staged sublayer would skip something installed on its block since; warn of hooks
+        on all modules that it skips, and of adapters on the experts that need PEFT's own forward."""
         staged = self.stages is not None
         plain = _is_plain(self._block, self._block_class)
         if not plain and (self._compiled or staged):
@@ -312,6 +314,14 @@ class SublayerForward:
                 f"{self.mlp.path!r} is not the plain {self._block_class.__name__} any more that was managed (a module hook, a "
                 f"replaced forward, an adapter or a wrapper such as FSDP2), which {why} does not run: put it on the router, "
                 "the experts or the decoder layer instead" + (", or manage the model without compile" * self._compiled)
+            )
+        if (self._compiled or staged) and not self._warned_of_hooks and _has_any_global_hook():
+            self._warned_of_hooks = True
+            uncalled = "MoE blocks in stages (dispatcher=...)" if staged else "the modules inside compiled sublayers"
+            warnings.warn(
+                f"hooks on all modules' calls (torch.nn.modules.module.register_module_forward_hook) do not see {uncalled}: "
+                "Forebay runs what is in them without calling them",
+                stacklevel=2,
             )
         if plain and self._parts.moe is not None:
             self._check_adapters(self._parts.moe, compiled=self._compiled and not staged)

@@ -168,6 +168,56 @@ def test_a_preempted_run_is_resumed_bitwise_by_the_same_command(
     assert codes == [0] * processes and out.count("nothing is left to do") == 1
 
 
+def run_with_long_validation(command: list[str]) -> int:
+    """Each validation batch takes 0.1 s, and the second one after step 2 gets SIGTERM on the last process."""
+    forward, begun = Trainer._microbatches, 0
+
+    def slow(self: Trainer, batch: Any) -> Any:
+        nonlocal begun
+        if not self.model.training:
+            time.sleep(0.1)
+            begun += 1
+            if begun == 2 and self.mesh.rank == self.mesh.size - 1:
+                signal.raise_signal(signal.SIGTERM)
+        return forward(self, batch)
+
+    Trainer._microbatches = slow  # type: ignore[method-assign]
+    return main(command)
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_signal_ends_a_long_validation_with_a_checkpoint(tmp_path: Path, jobs: list[Job], processes: int) -> None:
+    job = Job(tmp_path / "job", processes)
+    jobs.append(job)
+    long = ("train.eval_every=2", "train.eval_batches=100000")
+    command = [*train_command(job.folder / "c.toml", *long), "--resume", "auto"]
+    job.running = (
+        start_ranks(run_with_long_validation, processes, command)
+        if processes > 1
+        else [start(run_with_long_validation, command)]
+    )
+    codes, out, error = job.ended()
+    assert codes == [75] * processes, error
+    assert "stopped by SIGTERM after step 2 of 40" in error and out.count("without a validation loss") == 1
+    assert job.saved_step() == 2 and all("validation_loss" not in record for record in metrics(job.folder / "run"))
+    job.start()
+    assert job.ended()[0] == [0] * processes and len(job.losses()) == STEPS
+
+
+def test_a_validation_leaves_the_time_of_a_save() -> None:
+    now = 0.0
+    watch = TimeLimit(100.0, lambda: now)
+    now = 10.0
+    watch.stepped()
+    watch.save_began()
+    now = 20.0
+    watch.saved(10.0)
+    now = 84.0
+    assert watch.is_near and not watch.leaves_only_saves
+    now = 86.0
+    assert watch.leaves_only_saves
+
+
 def run_out_of_memory(command: list[str], ranks: list[int]) -> int:
     def out(self: Trainer, number: int) -> Any:
         if int(os.environ["RANK"]) in ranks:

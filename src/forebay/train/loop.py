@@ -2,9 +2,9 @@
 
 Input: a `Config` and what to resume. Output: the run's folder with ``run.json``, ``metrics.jsonl``, ``checkpoints/``, and
 the files of `forebay.train.run_folder`. The main process chooses the folder, writes and prints; all processes save their
-part of a checkpoint and evaluate. Ctrl-C, SIGTERM or SIGUSR1 ends the run after the current step, with a checkpoint, and
-`train.time_limit` early enough to write one; a second Ctrl-C ends it at once. `train` owns the lock on the folder, the mesh,
-the heartbeat and the trainer for as long as it runs.
+part of a checkpoint and evaluate. Ctrl-C, SIGTERM or SIGUSR1 ends the run after the current step or validation
+batch, with a checkpoint, and `train.time_limit` early enough to write one; a second Ctrl-C ends it at once. `train` owns the
+lock on the folder, the mesh, the heartbeat and the trainer for as long as it runs.
 """
 
 from __future__ import annotations
@@ -239,6 +239,10 @@ def _intact_checkpoint(start: Start) -> str:
     return f"the checkpoint {newest} is intact: go on with --resume {start.folder}"
 
 
+class _ValidationStopped(Exception):
+    """All processes end an evaluation between two batches."""
+
+
 class _TrainingRun:
     """The steps of a run, between the construction of the trainer and the closing tables."""
 
@@ -307,7 +311,7 @@ class _TrainingRun:
                 if number == c.train.steps:
                     last = self.trainer.memory.report()  # of a backward: before a validation pass
                 if c.train.eval_every and number % c.train.eval_every == 0:
-                    report.validation(number, self.trainer.evaluate())
+                    self._validate(number, report)
                 self.limit.stepped()
                 self._check_stop(number, report)
         enough = self.trainer.enough_capacity()
@@ -434,6 +438,20 @@ class _TrainingRun:
             self._graph_status = status
             report.say(f"step {number}: {status}")
         return record
+
+    def _validate(self, number: int, report: Reporter) -> None:
+        """Evaluate after step `number`, unless the run has to stop meanwhile."""
+        try:
+            loss = self.trainer.evaluate(self._check_validation)
+        except _ValidationStopped:
+            report.say(f"step {number}: the run has to stop, without a validation loss of this step")
+        else:
+            report.validation(number, loss)
+
+    def _check_validation(self) -> None:
+        asked, lacks_time = self.mesh.max(self.stop.signal, self.limit.leaves_only_saves)
+        if asked or lacks_time:
+            raise _ValidationStopped
 
     def _resume(self) -> int:
         """Load the checkpoint to resume; returns its step. A damaged one is passed over if `Start` names others."""

@@ -90,17 +90,26 @@ class TimeLimit:
 
         Each is taken for as slow as the slowest so far.
         """
-        save, rest = self._save or 0.0, 0.0
-        if self._save_began is not None:
-            ran = self._clock() - self._save_began
-            save = max(save, ran)
-            rest = save - ran
-        return self._left < _MARGIN * ((self._step or self._first or 0.0) + save + rest)
+        return self._ends_within(self._step or self._first or 0.0)
+
+    @property
+    def leaves_only_saves(self) -> bool:
+        """Whether the rest of a save under way and another save may end after the limit, even without one more step."""
+        return self._ends_within(0.0)
 
     @property
     def needs_measured_save(self) -> bool:
         """Whether half of the time is over, and no save has shown yet how long one takes."""
         return self._save is None and self._left < self._seconds / 2
+
+    def _ends_within(self, step: float) -> bool:
+        """Whether a step of so many seconds, the rest of a save under way and another save may end after the limit."""
+        save, rest = self._save or 0.0, 0.0
+        if self._save_began is not None:
+            ran = self._clock() - self._save_began
+            save = max(save, ran)
+            rest = save - ran
+        return self._left < _MARGIN * (step + save + rest)
 
     @property
     def _left(self) -> float:

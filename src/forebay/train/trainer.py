@@ -11,7 +11,7 @@ everything that it builds.
 import gc
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Self
@@ -363,10 +363,13 @@ class Trainer:
         microbatch = self._microbatches(self._batches(0))[0]
         return self._loss(microbatch, microbatch[1].numel(), 1)[0]
 
-    def evaluate(self) -> float:
+    def evaluate(self, before_batch: Callable[[], None] = lambda: None) -> float:
         """Mean loss in nats per token over the validation batches, exact under a capacity.
 
         Leaves parameters and random generators unchanged.
+
+        Args:
+            before_batch: called before each batch on all processes. An error that it raises on all of them ends the evaluation.
         """
         if self._held_out is None:
             raise UsageError("there is no validation data; set train.eval_every and data.validation")
@@ -376,6 +379,7 @@ class Trainer:
         try:
             with torch.no_grad(), self._retries.exactly():
                 for number in range(self.config.train.eval_batches):
+                    before_batch()
                     batch = self._held_out(number)
                     microbatches: Any = self._microbatches(batch)
                     if self.pipeline is not None:
@@ -386,8 +390,8 @@ class Trainer:
                     count += int((batch.targets != IGNORE).sum()) if self.mesh.pp_rank == 0 else 0
         finally:
             self.model.train()
-        if self._shards is not None:
-            self._shards.release()
+            if self._shards is not None:
+                self._shards.release()
         total, counted = self.mesh.sum(torch.tensor([total, count], dtype=torch.float64, device=self.device)).tolist()
         return total / counted
 

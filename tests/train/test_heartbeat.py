@@ -160,6 +160,30 @@ def test_the_store_dies_with_its_process(tmp_path: Path, capsys: pytest.CaptureF
     assert f"pid {holder.pid}) died; the run has ended" in capsys.readouterr().err
 
 
+def hold_the_store_for_a_moment(port: int) -> None:
+    store = dist.TCPStore("127.0.0.1", port, 1, True, timeout=timedelta(seconds=10), wait_for_workers=False)
+    store.wait(["leave"], timedelta(seconds=60))
+    os._exit(9)
+
+
+def test_process_0_may_die_with_the_store_before_its_first_beat(capsys: pytest.CaptureFixture[str]) -> None:
+    """The others do not wait as long as for a silent process."""
+    port = free_port()
+    holder = start(hold_the_store_for_a_moment, port)
+    try:
+        store = dist.TCPStore("127.0.0.1", port, 1, False, timeout=timedelta(seconds=60))
+        left: list[int] = []
+        with Heartbeat(store, 1, 3, 60.0, str, period=0.05, leave=left.append) as heart:
+            time.sleep(0.5)
+            assert left == [] and heart._lost(60.0) == []  # a slow start is no death
+            store.set("leave", "")
+            wait_until(lambda: left, "the loss was not noticed", seconds=5)
+        assert set(left) == {5}
+    finally:
+        holder.kill()
+    assert "process 0 (not heard of since the start) died; the run has ended" in capsys.readouterr().err
+
+
 def wait_for_a_store(port: int) -> None:
     with ending_after(0.5, "no process is there"):
         dist.TCPStore("127.0.0.1", port, 2, False, timeout=timedelta(seconds=60))

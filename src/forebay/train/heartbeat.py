@@ -1,12 +1,13 @@
 """Detects a dead process, so that the other processes of a run report it and end instead of waiting.
 
 Input: the store through which the processes found each other. Output: a thread in each process, which writes a beat to the
-store once a period and reads those of the others. A blocked collective cannot be interrupted, and the error of one that
-fails at once (gloo: "connection closed by peer") names no process. A process counts as lost when it has been silent for
-`patience` seconds, when it ran on this machine and its pid is gone, or when it left with an error, whose reason it wrote to
-the store. All others then end, with the exit code of that error or of `PeerLost`, and one of them reports which process was
-lost. A process whose torchrun is gone ends too, or it would hold its GPU while another torchrun starts in that one's place.
-`Heartbeat` owns its thread and its connection to the store. `ending_after` limits what comes before there is a store.
+store once a period and reads those of the others. A blocked collective cannot be interrupted, and the error of one that fails
+at once (gloo: "connection closed by peer") names no process. A process counts as lost when it has been silent for `patience`
+seconds, when it ran on this machine and its pid is gone, when the store ended with it before its first beat was read, or when
+it left with an error, whose reason it wrote to the store. All others then end, with the exit code of that error or of
+`PeerLost`, and one of them reports which process was lost. A process whose torchrun is gone ends too, or it would hold its GPU
+while another torchrun starts in that one's place. `Heartbeat` owns its thread and its connection to the store. `ending_after`
+limits what comes before there is a store.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from datetime import timedelta
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+from torch.distributed import DistNetworkError
 
 from forebay.errors import PeerLost, Stopped, exit_code_of, first_line
 
@@ -145,8 +148,12 @@ class Heartbeat:
                 try:
                     self._write(beat=beat)
                     self._read()
-                except RuntimeError:  # DistError too: the process that holds the store died, or does not answer
+                except (
+                    RuntimeError
+                ) as error:  # DistError too: the process that holds the store died, or does not answer
                     self._store_gone = self._clock
+                    if isinstance(error, DistNetworkError):
+                        self._lose_unheard_holder()
             for peer in self._peers.values():  # a process of this machine is known to be gone by its pid
                 if not peer.finished and peer.place == self._self["place"] and _is_gone(peer.pid):
                     self._lose(peer, "died")
@@ -179,6 +186,12 @@ class Heartbeat:
     def _lose(self, peer: _Peer, fate: str) -> None:
         if fate and not peer.fate:
             peer.fate, peer.lost_at = fate, self._clock
+
+    def _lose_unheard_holder(self) -> None:
+        """Process 0 died if the connection to the store broke, which it holds without torchrun, and its pid is not known yet."""
+        holder = self._peers.get(0)
+        if holder is not None and not holder.beat:
+            self._lose(holder, "died")
 
     def _lost(self, patience: float) -> list[int]:
         """Processes that ended badly or were silent for `patience` seconds, in the order in which they were lost."""

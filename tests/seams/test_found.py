@@ -414,6 +414,40 @@ def test_weights_of_another_dtype_are_named(policy: Any) -> None:
         loss.backward()
 
 
+@pytest.mark.parametrize("policy", ["recompute", {"model.layers.*": "recompute"}], ids=str)
+def test_a_frozen_weight_that_is_written_before_backward_is_refused(policy: Any) -> None:
+    for managed in (False, True):
+        model = tiny()
+        model.model.layers[0].requires_grad_(False)
+        if managed:
+            forebay.manage(model, policy, recompute="full", min_bytes=1)
+        embedded = torch.randn(ROWS, LENGTH, 32, requires_grad=True)
+        loss = model(inputs_embeds=embedded, labels=batch(0)).loss
+        with torch.no_grad():
+            model.model.layers[0].mlp.up_proj.weight.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, {"*.self_attn": "offload", "*.2.self_attn": "recompute"}], ids=str)
+def test_layers_that_share_an_attention(policy: Any) -> None:
+    def shared(policy: Any) -> list[Tensor]:
+        model = tiny(num_hidden_layers=3)
+        model.model.layers[2].self_attn = model.model.layers[1].self_attn
+        if policy is not None:
+            mem = forebay.manage(model, policy, offload="all", min_bytes=1, **THEIRS)
+            assert len(mem.placements) == 6
+        found = []
+        for _ in range(3):
+            loss = loss_of(model, ids)
+            found += [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)]
+        return [t for t in found if t is not None]
+
+    ids = torch.randint(1, VOCABULARY, (ROWS, LENGTH))
+    wanted, found = shared(None), shared(policy)
+    assert len(found) == len(wanted) and all(map(torch.equal, found, wanted))
+
+
 # --- settings of the whole process ------------------------------------------------------------------------------------
 
 

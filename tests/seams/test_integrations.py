@@ -172,6 +172,35 @@ def test_adapters_on_a_routers_parameters_do_not_compile(no_codegen: None) -> No
         adapted_step(_lora(model, **_TARGETS["router"]), batch(0))
 
 
+@pytest.mark.parametrize("policy", ["recompute", {"model.layers.*": "recompute"}, "offload"], ids=str)
+def test_adapters_that_change_between_forward_and_backward(policy: Any) -> None:
+    """A rerun has the adapters of its forward; where they were merged into the weights since, it says so."""
+
+    def rescaled(model: Any) -> None:
+        for module in model.modules():
+            if isinstance(getattr(module, "scaling", None), dict):
+                module.scaling["default"] *= 3
+
+    ids = batch(int(torch.randint(1 << 30, ())))
+    for change in (lambda m: m.delete_adapter("default"), lambda m: m.unload(), rescaled, lambda m: m.merge_adapter()):
+        found = []
+        for managed in (False, True):
+            torch.manual_seed(0)
+            model = _lora(tiny(), target_modules=["q_proj", "o_proj"])
+            trained = [p for p in model.parameters() if p.requires_grad]
+            if managed:
+                forebay.manage(model, policy, recompute="full", min_bytes=1, **THEIRS)
+            loss = loss_of(model, ids)
+            change(model)
+            if managed and policy != "offload" and any(getattr(m, "merged", False) is True for m in model.modules()):
+                with pytest.raises(RuntimeError, match=r"adapters were merged .* after backward"):
+                    loss.backward()
+                break
+            found.append(torch.autograd.grad(loss, trained))
+        else:
+            assert all(map(torch.equal, *found))
+
+
 def test_adapters_merge_and_unload_after_management() -> None:
     adapted = _lora(tiny(), **_TARGETS["both"])
     policy = {"base_model.model.model.layers.*": "offload"}  # patterns may have the wrapper's prefix

@@ -35,6 +35,8 @@ def state_of(modules: Iterable[nn.Module], holder: nn.Module | None = None) -> S
             found += [(module, name, vars(module)[name].copy()) for name in (_HOOKED if hooked else _PLAIN)]
             found += _children(module)
         found += [(module, name, getattr(module, name)) for name in _MODES if _has(module, name)]
+        if isinstance(scaling := vars(module).get("scaling"), dict):  # of PEFT's adapters by name
+            found.append((module, "scaling", scaling.copy()))
         found += installed_on(module)
         found += [(w, "requires_grad", w.requires_grad) for w in module._parameters.values() if w is not None]
     return found
@@ -48,6 +50,12 @@ def _children(module: nn.Module) -> list[tuple[Any, str, Any]]:
 
 def _has(module: nn.Module, name: str) -> bool:
     return name in vars(module) or hasattr(type(module), name)
+
+
+def merged_adapters(modules: Iterable[nn.Module]) -> list[list[str]]:
+    """Names of the adapters that PEFT has merged into the weights of each module that can have some. It writes to ``.data``, so
+    the weights' versions do not tell."""
+    return [list(merged) for m in modules if (merged := vars(m).get("merged_adapters")) is not None]
 
 
 @contextmanager

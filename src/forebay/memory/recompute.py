@@ -15,11 +15,11 @@ from torch.autograd import _unsafe_preserve_version_counter
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from forebay.memory.module_state import as_in_forward, state_of
+from forebay.memory.module_state import as_in_forward, merged_adapters, state_of
 
 # Mode -> operations whose results are kept. A recomputation would repeat them on all ranks.
 _KEPT_OPS: Mapping[str, frozenset[str]] = {"full": frozenset(), "save-dispatch": frozenset({"forebay::dispatch"})}
-_Key = tuple[int, str]  # of a module among the region's, and a buffer's name
+_Key = tuple[int, str]  # of a module among the region's, and a weight's or a buffer's name
 _AFTER_BACKWARD = "Change weights and buffers (optimizer.step(), a router's bias) after backward"
 
 
@@ -70,7 +70,9 @@ class _RegionForward:
     forward: Callable[..., Any]
     modules: Callable[[], Sequence[nn.Module]]
     holder: nn.Module | None
-    written: set[_Key | str] | None = None  # buffers and keyword arguments that it writes; None before it has run once
+    written: set[_Key | str] | None = (
+        None  # weights, buffers and keyword arguments that it writes; None before it has run once
+    )
 
 
 def _with_versions(arguments: Mapping[str, Any]) -> list[tuple[str, Tensor, int]]:
@@ -98,10 +100,11 @@ class _RecomputedCall:
         self._arguments = _with_versions(arguments)
         called = region.modules()
         self._name = " and ".join(type(module).__name__ for module in called)
-        modules = [m for module in called for m in module.modules()]
-        self._state = state_of(modules, region.holder)
-        self._weights = [(m, name, w) for m in modules for name, w in m._parameters.items() if w is not None]
-        self._kinds = [(w.dtype, w.device) for _, _, w in self._weights]
+        self._modules = [m for module in called for m in module.modules()]
+        modules = self._modules
+        self._state, self._merged = state_of(modules, region.holder), merged_adapters(modules)
+        self._weights = {(i, n): w for i, m in enumerate(modules) for n, w in m._parameters.items() if w is not None}
+        self._kinds = [(w.dtype, w.device) for w in self._weights.values()]
         self._buffers = {(i, n): b for i, m in enumerate(modules) for n, b in m._buffers.items() if b is not None}
         # Before the first forward it is not known which ones are written: all are copied.
         known = region.written
@@ -111,9 +114,8 @@ class _RecomputedCall:
             if known is None or name in known
         }
         self._copies = {key: b.clone() for key, b in self._buffers.items() if known is None or key in known}
-        self._before = [b._version for b in self._buffers.values()]
         self._ran = False
-        self._versions = self._current_versions()  # a forward may run a backward within
+        self._before = self._versions = self._current_versions()  # a forward may run a backward within
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
         """The forward, and in backward its rerun, which raises RuntimeError if weights or buffers are others."""
@@ -137,9 +139,9 @@ class _RecomputedCall:
         return argument if copy is None else copy.clone()  # again: a retained graph may be run through several times
 
     def forward_done(self) -> None:
-        """Note which buffers and arguments the forward wrote, and drop the copies of the others."""
-        pairs = zip(self._buffers.items(), self._before, strict=True)
-        written: set[_Key | str] = {key for (key, buffer), version in pairs if buffer._version != version}
+        """Note which weights, buffers and arguments the forward wrote, and drop the copies of the others."""
+        now = self._current_versions()
+        written: set[_Key | str] = {key for key, version in now.items() if self._before[key] != version}
         written |= {name for name, t, version in self._arguments if t._version != version}
         if self._region.written is None:
             # Trap: batch norm writes its statistics without a new version. Values are compared once, which waits for the device.
@@ -150,8 +152,8 @@ class _RecomputedCall:
         self._written_arguments = {key: copy for key, copy in self._written_arguments.items() if key in kept}
         self._versions = self._current_versions()
 
-    def _current_versions(self) -> list[int]:
-        return [t._version for t in (*(w for _, _, w in self._weights), *self._buffers.values())]
+    def _current_versions(self) -> dict[_Key, int]:
+        return {key: t._version for tensors in (self._weights, self._buffers) for key, t in tensors.items()}
 
     @torch.no_grad()
     def _set_buffers(self, values: dict[_Key, Tensor]) -> None:
@@ -160,18 +162,26 @@ class _RecomputedCall:
                 self._buffers[key].copy_(value)
 
     def _check(self) -> None:
-        now = self._current_versions()
-        for (owner, name, weight), (dtype, device) in zip(self._weights, self._kinds, strict=True):
+        if merged_adapters(self._modules) != self._merged:
+            raise RuntimeError(
+                f"adapters were merged into weights that a recomputed {self._name} reads, or taken out of them, since its "
+                "forward: merge and unmerge adapters after backward"
+            )
+        # None in a backward within the first forward: it is not known yet what that writes.
+        written = self._region.written
+        for (key, weight), (dtype, device) in zip(self._weights.items(), self._kinds, strict=True):
+            owner, name = self._modules[key[0]], key[1]
             if weight.dtype != dtype or weight.device != device:
                 raise RuntimeError(
                     f"{name} ({type(owner).__name__}), which a recomputed {self._name} reads, is {weight.dtype} on "
                     f"{weight.device}, and was {dtype} on {device} in its forward: move and convert the model (model.to(...)) "
                     "after backward"
                 )
-        for (owner, name, weight), then, version in zip(self._weights, self._versions, now, strict=False):
             # Trap: PEFT's target_parameters write frozen weights' own values to them in each forward.
-            if version != then and weight.requires_grad:
-                self._raise_modified(type(owner).__name__, name, version, then)
+            if weight._version != self._versions[key] and (
+                weight.requires_grad or (written is not None and key not in written)
+            ):
+                self._raise_modified(type(owner).__name__, name, weight._version, self._versions[key])
             # FSDP puts unsharded weights in the place of sharded ones and back, with the same values.
             if getattr(owner, name, None) is not weight and not getattr(owner, "_is_fsdp_managed_module", False):
                 raise RuntimeError(
@@ -183,12 +193,9 @@ class _RecomputedCall:
             if argument._version != then and id(argument) not in self._written_arguments:
                 advice = f"Change a copy of {name!r}, or change it after backward"
                 self._raise_modified("argument", name, argument._version, then, advice)
-        written, count = self._region.written, len(self._weights)
-        if written is None:
-            return  # a backward within the first forward: it is not known yet what that writes
-        for key, then, version in zip(self._buffers, self._versions[count:], now[count:], strict=True):
-            if version != then and key not in written:
-                self._raise_modified("buffer", key[1], version, then)
+        for key, buffer in self._buffers.items():
+            if written is not None and buffer._version != self._versions[key] and key not in written:
+                self._raise_modified("buffer", key[1], buffer._version, self._versions[key])
 
     def _raise_modified(self, owner: str, name: str, version: int, then: int, advice: str = _AFTER_BACKWARD) -> None:
         raise RuntimeError(

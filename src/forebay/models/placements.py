@@ -84,7 +84,7 @@ def _called(module: nn.Module) -> nn.Module:
 
 def _in_forward_order(model: nn.Module, sublayers: Sublayers) -> Iterator[tuple[str, nn.Module]]:
     """Paths and modules in the model's order, with the modules of sublayers in the order in which their layer calls them."""
-    modules = dict(model.named_modules())
+    modules = dict(model.named_modules(remove_duplicate=False))  # of a module that layers share
     called = iter(sublayers)
     for path in modules:
         ordered = next(called) if path in sublayers else path
@@ -122,6 +122,7 @@ def _claims(
     here = [
         path for path, m in model.named_modules() if path not in sealed and type(m).forward is not nn.Module.forward
     ]
+    here = list(dict.fromkeys([*here, *default]))  # layers may share a module, which has one name only
     elsewhere = [
         f"{path}.{name}" if name else path
         for path, layer in absent_layers(model)

@@ -28,7 +28,7 @@ NAMES = (
 
 
 def found() -> dict[str, Finding]:
-    return {f.name: f for f in examine().findings}
+    return {f.name: f for f in examine().found if isinstance(f, Finding)}
 
 
 def test_everything_is_looked_at() -> None:

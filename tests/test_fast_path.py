@@ -90,8 +90,8 @@ def test_what_is_chosen(
             assert getattr(getattr(path.config, section), key) == value, "what was given stays"
     assert from_mapping(path.config.to_dict()) == path.config, "valid by itself"
     again = resolve(path.config, facts)
-    assert again.config == path.config and not again.choices and not again.line
-    assert all(choice.why for choice in path.choices)
+    assert again.config == path.config and not again.reasons and not again.line
+    assert all(path.reasons.values())
 
 
 def test_every_key_that_is_off_is_named() -> None:
@@ -99,7 +99,7 @@ def test_every_key_that_is_off_is_named() -> None:
     assert path.line.endswith(
         "turned off by memory.graph=false, parallel.overlap=false, parallel.reshard=true, parallel.capacity_factor=0"
     )
-    assert [choice.key for choice in path.choices] == [
+    assert list(path.reasons) == [
         "memory.graph", "parallel.overlap", "parallel.reshard", "parallel.capacity_factor",
     ]  # fmt: skip
     assert path.is_fast and not resolve(config({}), FOUR).is_fast

@@ -1,8 +1,8 @@
 """``forebay doctor``: what this machine has for Forebay, and the features that it enables.
 
-Output: a `Report` of `Finding`s, as a table or JSON. A check that fails is a finding too and does not stop the others. The
-checks of Triton, attention and grouped GEMMs run them on a small input and compare the result. Takes a few seconds on a GPU
-and frees what it used.
+Output: a `Report`, as a table or JSON: of `Finding`s, or of the model families that are supported. A check that fails is a
+finding too and does not stop the others. The checks of Triton, attention and grouped GEMMs run them on a small input and compare
+the result. Takes a few seconds on a GPU and frees what it used.
 """
 
 import importlib.util
@@ -13,7 +13,7 @@ import re
 import shutil
 import statistics
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from typing import TYPE_CHECKING
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 _COPY_BYTES = 256 << 20  # large enough for the link's full rate (H200: 54.2 GB/s at 16 MiB, 55.4 from 64 MiB on)
 _COPIES = 7  # median of
-_FAMILY_TITLES = ("family", "model_type", "experts", "sublayers", "loss", "what falls back")
 # The oldest and the newest release that the tests ran with; the oldest are the bounds in pyproject.toml. Torch 2.11 ran on GPUs
 # only: there is no CPU build of it on PyPI.
 TESTED: Mapping[str, tuple[str, str]] = {
@@ -63,60 +62,43 @@ class Finding:
 
 @dataclass(frozen=True)
 class Report:
-    """All findings, in a fixed order."""
+    """A table of what was found, in a fixed order: `Finding`s, or `forebay.models.support.FamilySupport`s."""
 
-    findings: tuple[Finding, ...]
+    title: str
+    heads: tuple[str, ...]
+    found: "tuple[Finding | FamilySupport, ...]"
 
     def to_json(self) -> str:
-        """A JSON list of objects with the fields of `Finding`."""
-        return json.dumps([asdict(f) for f in self.findings], indent=2)
+        """A JSON list of objects with the fields of what was found."""
+        return json.dumps([asdict(f) for f in self.found], indent=2)
 
     def table(self) -> Table:
         """For a terminal."""
-        table = Table(title="forebay doctor", title_justify="left")
-        for column in ("what", "", "found", "enables"):
-            table.add_column(column, overflow="fold")
-        for f in self.findings:
-            mark = {True: "yes", False: "no", None: ""}[f.has]
-            table.add_row(f.name, mark, f.value, f.enables)
-        return table
-
-
-@dataclass(frozen=True)
-class ModelsReport:
-    """Support of each MoE family of the installed transformers."""
-
-    families: "tuple[FamilySupport, ...]"
-
-    def to_json(self) -> str:
-        """A JSON list of objects with the fields of `forebay.models.support.FamilySupport`."""
-        return json.dumps([asdict(family) for family in self.families], indent=2)
-
-    def table(self) -> Table:
-        """For a terminal."""
-        table = Table(title=f"MoE families of transformers {metadata.version('transformers')}", title_justify="left")
-        for title in _FAMILY_TITLES:
-            table.add_column(title, overflow="fold")
-        for row in self._rows():
-            table.add_row(*row)
+        table = Table(title=self.title, title_justify="left")
+        for head in self.heads:
+            table.add_column(head, overflow="fold")
+        for f in self.found:
+            table.add_row(*_cells(f))
         return table
 
     def markdown(self) -> str:
-        """The table of docs/models.md."""
-        rows = (_FAMILY_TITLES, ("---",) * len(_FAMILY_TITLES), *self._rows())
+        """For a page of the documentation, without the title."""
+        rows = (self.heads, ("---",) * len(self.heads), *map(_cells, self.found))
         return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
-    def _rows(self) -> Iterator[tuple[str, ...]]:
-        for f in self.families:
-            marks = ("yes" if has else "no" for has in (f.experts, f.sublayers, f.loss))
-            yield f.family, f.model_type, *marks, f.falls_back
+
+def _cells(found: "Finding | FamilySupport") -> list[str]:
+    """The fields as text, in their order."""
+    marks = {True: "yes", False: "no", None: ""}
+    return [value if isinstance(value, str) else marks[value] for value in asdict(found).values()]
 
 
-def examine_models() -> ModelsReport:
-    """Build a small model of each family on the meta device. Takes half a minute."""
+def examine_models() -> Report:
+    """Support of each MoE family of the installed transformers. Builds a small model of each, which takes half a minute."""
     from forebay.models.support import families
 
-    return ModelsReport(tuple(families()))
+    heads = ("family", "model_type", "experts", "sublayers", "loss", "what falls back")
+    return Report(f"MoE families of transformers {metadata.version('transformers')}", heads, tuple(families()))
 
 
 def examine() -> Report:
@@ -133,7 +115,8 @@ def examine() -> Report:
         ("grouped_mm", _grouped_mm),
         ("symmetric memory", _symmetric_memory),
     ]
-    return Report(tuple(f for name, check in checks for f in _guarded(name, check)))
+    found = tuple(f for name, check in checks for f in _guarded(name, check))
+    return Report("forebay doctor", ("what", "", "found", "enables"), found)
 
 
 def _guarded(name: str, check: Callable[[], list[Finding]]) -> list[Finding]:

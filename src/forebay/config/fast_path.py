@@ -15,8 +15,8 @@ The fast path is chosen only for what ran on GPUs with these keys given by hand,
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from forebay.config.sections import AUTO, Config
@@ -51,25 +51,16 @@ class Facts:
 
 
 @dataclass(frozen=True)
-class ChosenKey:
-    """A key that was "auto", its value, and why."""
-
-    key: str
-    value: Any
-    why: str
-
-
-@dataclass(frozen=True)
 class FastPath:
     """A configuration without "auto" among these keys.
 
     Attributes:
-        choices: the keys that were "auto".
+        reasons: the keys that were "auto", and why each has its value.
         obstacle: why the fast path was not chosen; "" if it was, or if no processes share experts or layers.
     """
 
     config: Config
-    choices: tuple[ChosenKey, ...] = ()
+    reasons: Mapping[str, str] = field(default_factory=dict)
     obstacle: str = ""
 
     @property
@@ -82,7 +73,7 @@ class FastPath:
         """The line that a run prints before its first step; "" if there was nothing to choose."""
         if self.config.parallel.ep * self.config.parallel.pp == 1:
             return ""
-        by_host = self.obstacle or next((x.why for x in self.choices if x.key == GRAPH and not x.value), "")
+        by_host = self.obstacle or ("" if self.config.memory.graph else self.reasons.get(GRAPH, ""))
         if not self.is_fast:
             return f"host-launched: {by_host}" if by_host else ""
         path = ", ".join(what for _, _, what in self._taken) + (f"; launched by the host: {by_host}" if by_host else "")
@@ -91,14 +82,14 @@ class FastPath:
     @property
     def _taken(self) -> list[tuple[str, str, str]]:
         """The keys that "auto" turned on, what turns each off, and what it is."""
-        c, chosen = self.config, {choice.key for choice in self.choices}
+        c = self.config
         parts = [
             (GRAPH, "false", "one CUDA graph a step", c.memory.graph),
             ("parallel.overlap", "false", "overlap", c.parallel.overlap),
             ("parallel.reshard", "true", "weights gathered once a step", not c.parallel.reshard),
             (_ROOM, "0", f"room for {c.parallel.capacity_factor} times even routing", c.parallel.capacity_factor),
         ]
-        return [(key, off, what) for key, off, what, is_on in parts if is_on and key in chosen]
+        return [(key, off, what) for key, off, what, is_on in parts if is_on and key in self.reasons]
 
 
 def implied(c: Config) -> Config:
@@ -146,8 +137,7 @@ def _fast(c: Config) -> FastPath:
     obstacle = next((reason for reason, holds in reasons.items() if holds), "")
     found = _with(c, graph=_given(c.memory.graph, not obstacle), overlap=overlap, reshard=reshard, capacity=capacity)
     path = _explained(c, found, "the fastest that ran on such GPUs")
-    choices = (replace(x, why=obstacle) if x.key == GRAPH and obstacle else x for x in path.choices)
-    return replace(path, choices=tuple(choices))
+    return replace(path, reasons={**path.reasons, GRAPH: obstacle}) if obstacle and GRAPH in path.reasons else path
 
 
 def _obstacles(c: Config, facts: Facts) -> Iterator[str]:
@@ -226,6 +216,4 @@ def _with(c: Config, *, graph: bool, overlap: bool, reshard: bool, capacity: flo
 
 
 def _explained(asked: Config, found: Config, why: str, obstacle: str = "") -> FastPath:
-    values = _values(found)
-    choices = (ChosenKey(key, values[key], why) for key, value in _values(asked).items() if value == AUTO)
-    return FastPath(found, tuple(choices), obstacle)
+    return FastPath(found, {key: why for key, value in _values(asked).items() if value == AUTO}, obstacle)

@@ -9,6 +9,7 @@ import json
 import os
 import sysconfig
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,7 +84,7 @@ def parts(source: DataSource, found: list[Path]) -> Iterator[TextPart]:
         if source.source == "jsonl":
             yield from _cut(file, size, PART, 1)
         elif source.source == "parquet":
-            with _Table(file) as table:
+            with _table(file) as table:
                 groups = [table.metadata.row_group(n).total_byte_size for n in range(table.metadata.num_row_groups)]
             yield from (TextPart(file, n, n + 1, size) for n, size in enumerate(groups))
         else:
@@ -230,38 +231,23 @@ def _document(text: str) -> Piece:
     return Piece(text.encode("utf-8", errors="replace"), True)
 
 
-class _Table:
-    """A context with an open Parquet file, whose errors name it."""
-
-    def __init__(self, file: Path):
-        self._file = file
-
-    def __enter__(self) -> Any:
-        try:
-            import pyarrow
-            import pyarrow.parquet as parquet
-        except ModuleNotFoundError as error:
-            raise UsageError(
-                "data.source = 'parquet' needs the package pyarrow: pip install 'forebay[data]'"
-            ) from error
-        self._errors = (pyarrow.ArrowException, OSError)
-        try:
-            self._table = parquet.ParquetFile(self._file)
-        except self._errors as error:
-            raise self._named(error) from error
-        return self._table
-
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self._table.close()
-        if isinstance(error, self._errors):
-            raise self._named(error) from error
-
-    def _named(self, error: BaseException) -> RunError:
-        return RunError(f"data file {self._file} is not a readable Parquet table: {str(error).splitlines()[0]}")
+@contextmanager
+def _table(file: Path) -> Iterator[Any]:
+    """Context with an open Parquet file, whose errors name it."""
+    try:
+        import pyarrow
+        import pyarrow.parquet as parquet
+    except ModuleNotFoundError as error:
+        raise UsageError("data.source = 'parquet' needs the package pyarrow: pip install 'forebay[data]'") from error
+    try:
+        with parquet.ParquetFile(file) as table:
+            yield table
+    except (pyarrow.ArrowException, OSError) as error:
+        raise RunError(f"data file {file} is not a readable Parquet table: {str(error).splitlines()[0]}") from error
 
 
 def _parquet(part: TextPart, field: str) -> Iterator[Piece]:
-    with _Table(part.path) as table:
+    with _table(part.path) as table:
         names = table.schema_arrow.names
         if field not in names:
             raise UsageError(

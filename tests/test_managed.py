@@ -60,12 +60,13 @@ MIXED = {"*.0.self_attn": "offload", "*.1.mlp": "recompute", "model": "keep"}
 COPIERS = [copy.deepcopy, saved_and_loaded, lambda m: AveragedModel(m).module]
 
 
-@pytest.mark.parametrize(("policy", "copied"), cover([MIXED, "offload", "recompute", "keep"], COPIERS))
+@pytest.mark.parametrize(("policy", "copied"), cover([MIXED, "offload", "recompute", "keep", "auto"], COPIERS))
 def test_a_copy_after_a_step(policy, copied, tokens):
+    budget = "1GiB" if policy == "auto" else None
     model = build_tiny("qwen3_moe", **SMALL, mlp_only_layers=[])
     config = model.config.to_dict()
     own = loss_and_gradients(model, tokens)
-    with forebay.manage(model, policy) as mem:
+    with forebay.manage(model, policy, budget=budget) as mem:
         managed = loss_and_gradients(model, tokens)
         graph = model(tokens, labels=tokens).loss  # tickets are out while it is copied
         twin = copied(model)
@@ -80,7 +81,7 @@ def test_a_copy_after_a_step(policy, copied, tokens):
         assert all(p.grad is g for p, g in zip(model.parameters(), gradients, strict=True)), (
             "the original's were touched"
         )
-        with forebay.manage(twin, policy):
+        with forebay.manage(twin, policy, budget=budget):
             assert equal(loss_and_gradients(twin, tokens), managed)
         assert equal(loss_and_gradients(twin, tokens), own)
         mem.detach()
@@ -226,6 +227,11 @@ def test_torch_func_runs_the_models_own_experts_and_loss_or_is_refused(model, to
             warnings.simplefilter("ignore")
             got = torch.func.grad(loss)(parameters)
         assert all(torch.equal(got[name], expected[name]) for name in expected)
+    with (
+        forebay.manage(model, "auto", budget="1GiB"),
+        pytest.raises(PolicyError, match=r"torch.func.*budget would not hold"),
+    ):
+        torch.func.grad(loss)(parameters)
     model.set_experts_implementation(register())
     with pytest.raises(RuntimeError, match=r"torch.func.*experts=None"):
         torch.func.vmap(lambda ids: model(ids[None]).logits)(tokens)

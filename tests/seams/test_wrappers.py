@@ -1,8 +1,6 @@
 """Every placement under every wrapper that people put around a model: bitwise from the first step, or refused by name."""
 
-import copy
 import functools
-import io
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -107,18 +105,6 @@ def functional_call(model: Any, ids: Tensor) -> Tensor:
 
 
 @using
-def func_grad(model: Any, ids: Tensor) -> Tensor:
-    def of(weights: dict[str, Tensor]) -> Tensor:
-        return torch.func.functional_call(model, weights, (), {"input_ids": ids, "labels": ids}).loss
-
-    weights = {name: p.detach() for name, p in model.named_parameters()}
-    grads, value = torch.func.grad_and_value(of)(weights)
-    for name, p in model.named_parameters():
-        p.grad = grads[name]
-    return value
-
-
-@using
 def autocast(model: Any, ids: Tensor) -> Tensor:
     with torch.autocast("cpu", torch.bfloat16):
         return loss_of(model, ids)
@@ -153,18 +139,6 @@ def generating(model: Any, ids: Tensor) -> Tensor:
     return loss_of(model, made.roll(1, 0)[:, :7]) + loss_of(model, ids)
 
 
-@using
-def saved(model: Any, ids: Tensor) -> Tensor:
-    """What `torch.load` brings back is trained on its own."""
-    file = io.BytesIO()
-    torch.save(model, file)
-    file.seek(0)
-    twin = torch.load(file, weights_only=False)
-    loss_of(twin, ids).backward()
-    scale = sum(p.grad.sum() for p in twin.parameters() if p.grad is not None)
-    return loss_of(model, ids) + 1e-3 * scale.detach()
-
-
 def functional_call_others(model: Any, manage: Manage) -> Loss:
     """Other weights than the model's own: their gradients, and none for the model's."""
     manage(model)
@@ -186,42 +160,6 @@ def evaluating(model: Any, manage: Manage) -> Loss:
         value = loss_of(model, ids)
         held[:] = [model(input_ids=ids.flip(0))]
         return value
-
-    return loss
-
-
-def copied(model: Any, manage: Manage) -> Loss:
-    """After a step the copy is trained on, and the original must not notice."""
-    manage(model)
-    seen: list[Any] = []
-
-    def loss(ids: Tensor) -> Tensor:
-        if seen:
-            twin = copy.deepcopy(model)
-            with torch.no_grad():
-                for p in twin.parameters():
-                    p.mul_(1.5)
-            value = loss_of(twin, ids)
-            value.backward()
-            assert all(p.grad is None for p in model.parameters()), "the copy's gradients land on the original"
-            scale = sum(p.grad.sum() for p in twin.parameters() if p.grad is not None)
-            return loss_of(model, ids) + value.detach() + 1e-3 * scale.detach()
-        seen.append(loss_of(model, ids))
-        return seen[0]
-
-    return loss
-
-
-def averaged(model: Any, manage: Manage) -> Loss:
-    """`swa_utils.AveragedModel` copies the model deeply; its outputs are those of its own weights."""
-    manage(model)
-    mean = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.5))
-
-    def loss(ids: Tensor) -> Tensor:
-        mean.update_parameters(model)
-        with torch.no_grad():
-            of_mean = loss_of(mean, ids)
-        return loss_of(model, ids) + of_mean
 
     return loss
 
@@ -357,7 +295,6 @@ WRAPPERS: dict[str, tuple[Wrapper, str]] = {
     **_orders("fsdp2 of experts", partial(fsdp2, inner="mlp.experts"), ""),
     "functional_call": (functional_call, ""),
     "functional_call, other weights": (functional_call_others, "functional_call"),
-    "func.grad": (func_grad, r"torch\.func|vmap|transform"),
     "manage, compile": (partial(compiled, first=True), "compile"),
     "compile, manage": (partial(compiled, first=False), "compile"),
     "compile in place, manage": (compiled_in_place, "compile"),
@@ -367,9 +304,6 @@ WRAPPERS: dict[str, tuple[Wrapper, str]] = {
     "packed": (packed, ""),
     "generate between steps": (generating, ""),
     "evaluation held": (evaluating, ""),
-    "deepcopy": (copied, "copy"),
-    "AveragedModel": (averaged, "copy"),
-    "torch.save": (saved, "state_dict|detach"),
     **_orders("gradient checkpointing", gradient_checkpointing, "gradient_checkpointing"),
     "gradient checkpointing, reentrant, manage": (
         partial(changed, change=partial(gradient_checkpointing, reentrant=True), first=False),

@@ -1,7 +1,6 @@
 """Whole runs: bitwise resumption, stopping, failures, export."""
 
 import json
-import os
 import random
 import signal
 from collections.abc import Callable
@@ -13,7 +12,7 @@ import pytest
 import torch
 
 from forebay.config import Config
-from forebay.errors import Interrupted, RunError, UsageError
+from forebay.errors import RunError, UsageError
 from forebay.train import restore
 from forebay.train.loop import export, train
 from forebay.train.run_folder import where_to_resume
@@ -106,31 +105,10 @@ def test_a_resumed_run_has_the_settings_it_says(tiny: Callable[..., Config], mon
     assert {k: tuple(v) if isinstance(v, list) else v for k, v in written.items()}.items() >= new.items()
 
 
-def test_a_stop_request_ends_after_the_step_with_a_checkpoint(
-    tiny: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    before = signal.getsignal(signal.SIGINT)  # it is ignored in a job that a shell started in the background
-    step = Trainer.step
-
-    def interrupted(self: Trainer, number: int) -> Any:
-        if number == 3:
-            os.kill(os.getpid(), signal.SIGINT)  # in the middle of the step, as Ctrl-C does
-        return step(self, number)
-
-    config = tiny(train={"steps": 6})
-    with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "step", interrupted)
-        with pytest.raises(Interrupted, match=r"stopped by SIGINT after step 3 of 6.*--resume"):
-            train(config, quiet())
-    assert signal.getsignal(signal.SIGINT) is before
-    whole = train(config, quiet())
-    resumed = train(config, quiet(), resume=str(whole.parent / "run"))
-    assert losses(resumed) == losses(whole) and len(losses(whole)) == 6
-
-
 def test_a_second_ctrl_c_ends_at_once_and_keeps_the_checkpoint(
     tiny: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    before = signal.getsignal(signal.SIGINT)  # it is ignored in a job that a shell started in the background
     step = Trainer.step
 
     def interrupted(self: Trainer, number: int) -> Any:
@@ -143,6 +121,7 @@ def test_a_second_ctrl_c_ends_at_once_and_keeps_the_checkpoint(
     config = tiny(train={"steps": 6}, checkpoint={"every": 3, "background": False})
     with pytest.raises(KeyboardInterrupt):
         train(config, quiet())
+    assert signal.getsignal(signal.SIGINT) is before
     found = where_to_resume(config, "").resumed
     assert found is not None and found.name == "step-00000003"
     restore.verify(found)

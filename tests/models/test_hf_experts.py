@@ -1,7 +1,7 @@
-"""Hugging Face models on Forebay's experts: outputs and gradients against their own eager code."""
+"""Hugging Face experts on Forebay's: outputs and gradients against their own eager code; test_families.py has whole models."""
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +13,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 import forebay
 from forebay.models import hf_experts
 from forebay.models.families import moe_blocks
-from tests.models.conftest import FAMILIES, HIDDEN, MOE_FAMILIES, VOCABULARY, build_tiny
+from tests.models.conftest import FAMILIES, HIDDEN, MOE_FAMILIES, build_tiny
 
 # fp32, relative to a tensor's largest entry: the same sums in another order and association (the
 # weight is applied before the down projection, not after), a few 2**-24 each, through two layers.
@@ -49,42 +49,6 @@ def assert_near(got: torch.Tensor, want: torch.Tensor, name: str, tolerance: flo
     scale = want.abs().max().clamp(min=1e-6)
     error = (got - want).abs().max()
     assert error <= tolerance * scale, f"{name}: {error} of {scale}"
-
-
-@pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[nn.Module]]:
-    """The experts modules that really went through Forebay."""
-    seen: list[nn.Module] = []
-
-    def spy(self: nn.Module, *args):
-        seen.append(self)
-        return hf_experts.experts_forward(self, *args)
-
-    def register() -> str:
-        ALL_EXPERTS_FUNCTIONS.register("forebay", spy)
-        return "forebay"
-
-    real = hf_experts.register
-    monkeypatch.setattr(hf_experts, "register", register)
-    yield seen
-    real()
-
-
-@pytest.mark.parametrize("family", MOE_FAMILIES)
-def test_whole_model(family: str, calls: list) -> None:
-    ids = torch.randint(3, VOCABULARY, (2, 11))
-    results = []
-    for model in pair(family):
-        out = model(input_ids=ids, labels=ids)
-        out.loss.backward()
-        results.append((out.logits.detach(), {n: p.grad for n, p in model.named_parameters()}))
-    assert calls and all(type(m).__module__.startswith("transformers") for m in calls)
-    (want, want_grads), (got, got_grads) = results
-    assert_near(got, want, "logits", TOLERANCE)
-    trained = [name for name, grad in want_grads.items() if grad is not None]
-    assert trained == [name for name, grad in got_grads.items() if grad is not None] and len(trained) > 15
-    for name in trained:
-        assert_near(got_grads[name], want_grads[name], name, TOLERANCE)
 
 
 @pytest.mark.parametrize("family", MOE_FAMILIES)

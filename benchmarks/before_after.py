@@ -56,7 +56,7 @@ def worker(options: argparse.Namespace) -> None:
             settle_memory()
             import forebay
 
-            state["model"] = single_gpu.build(options.layers)
+            state["model"] = single_gpu.build(options)
             state["batches"] = single_gpu.Batches(options.batch, options.sequence)
             state["mem"] = forebay.manage(state["model"], compile=True, **ARMS[command])
             until_settled(state["mem"], step)
@@ -71,7 +71,7 @@ class Version:
 
     def __init__(self, source: str, options: argparse.Namespace):
         words = [sys.executable, __file__, source, source, "--worker", "--steps", str(options.steps)]
-        words += [f"--{name}={getattr(options, name)}" for name in ("layers", "batch", "sequence")]
+        words += [f"--{name}={getattr(options, name)}" for name in ("model", "layers", "batch", "sequence")]
         # A compile cache of its own: code that one version compiled must not run in the other.
         env = {**os.environ, "PYTHONPATH": source, "TORCHINDUCTOR_CACHE_DIR": tempfile.mkdtemp()}
         self._process = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=env)
@@ -100,6 +100,7 @@ def main() -> None:
     parser.add_argument("--name", default="before_after")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--model", default="qwen3-moe", help="see single_gpu.py")
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--sequence", type=int, default=4096)

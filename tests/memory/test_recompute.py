@@ -10,9 +10,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
+import forebay
 from forebay.memory.recompute import recomputed
 from forebay.moe.dispatch import NcclDispatcher, combine, dispatch
 from forebay.moe.experts import experts
+from tests.models.conftest import build_tiny
 from tests.ranks import run_ranks
 
 MODES = ("full", "save-dispatch")
@@ -123,3 +125,20 @@ def test_without_communication_every_mode_runs_the_region_again_with_the_same_nu
         with context():
             assert not recomputed(runs, mode, tuple)(torch.ones(3, requires_grad=True)).requires_grad
     assert runs.count == 4, "without gradients it is a plain call"
+
+
+def test_a_sublayer_that_dispatches_nothing_does_not_choose_what_it_keeps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That takes each of its operations through Python."""
+
+    def choose(*_: Any) -> None:
+        raise AssertionError("operations pass through a dispatch mode")
+
+    monkeypatch.setattr("forebay.memory.recompute.create_selective_checkpoint_contexts", choose)
+    ids = torch.randint(0, 64, (2, 8))
+    gradients = []
+    for policy in ("keep", "recompute"):
+        model = build_tiny("qwen3_moe")
+        with forebay.manage(model, policy, recompute="save-dispatch"):
+            model(input_ids=ids, labels=ids).loss.backward()
+        gradients.append([w.grad for w in model.parameters()])
+    assert all(map(torch.equal, *gradients))

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from forebay.errors import RunError, UsageError
 from forebay.estimate.device import DEFAULT, DeviceProfile, load, of_dict
@@ -186,25 +186,67 @@ def host_both(device: torch.device, sizes: Sizes, ready: Callable[[], Any] = lam
 
 
 def launch(device: torch.device) -> float:
-    x = torch.zeros(1, device=device)
+    """Seconds of the host for an operation, as plans count them: those of small transformer blocks, forward and backward.
 
-    def many() -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+    A loop over one operation would not tell hosts apart: modules, views and autograd differ by 2.2 between two hosts whose
+    launches of one kernel differ by 1.2.
+    """
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    blocks = nn.Sequential(*(_Block() for _ in range(_BLOCKS))).to(device, dtype)
+    x = torch.randn(1, 64, _Block.width, device=device, dtype=dtype)
+
+    def step() -> float:
+        blocks.zero_grad()
+        _synchronize(device)
         started = time.perf_counter()
-        for _ in range(_TINY):
-            x.add_(1)
-        return (time.perf_counter() - started) / _TINY
+        blocks(x).sum().backward()
+        return (time.perf_counter() - started) / _BLOCKS / _BLOCK_LAUNCHES
 
-    many()
-    return statistics.median(many() for _ in range(_TIMES))
+    for _ in range(_WARM):
+        step()
+    return statistics.median(step() for _ in range(_TIMES))
+
+
+_BLOCKS = 6
+_BLOCK_LAUNCHES = 300
+"""Operations of `launch` that a block takes."""
+
+
+class _Block(nn.Module):
+    """Attention and a gated MLP with norms in fp32, as in transformers, so small that the device waits for the host."""
+
+    width, heads = 64, 4
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.ModuleList(nn.Linear(self.width, self.width, bias=False) for _ in range(3))
+        self.out = nn.Linear(self.width, self.width, bias=False)
+        self.gate, self.up, self.down = (nn.Linear(self.width, self.width, bias=False) for _ in range(3))
+        self.norms = nn.ParameterList(nn.Parameter(torch.ones(self.width)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self._norm(x, self.norms[0])
+        q, k, v = (p(normed).view(1, -1, self.heads, self.width // self.heads).transpose(1, 2) for p in self.qkv)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(attended.transpose(1, 2).reshape(x.shape))
+        normed = self._norm(x, self.norms[1])
+        return x + self.down(F.silu(self.gate(normed)) * self.up(normed))
+
+    def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
+        wide = x.float()
+        return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
+
+
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def kernel(device: torch.device) -> float:
     """Seconds of the device for a tiny kernel in a row of them, without the host: in a CUDA graph."""
-    x = torch.zeros(1, device=device)
     if device.type != "cuda":
         return launch(device)
+    x = torch.zeros(1, device=device)
     x.add_(1)
     torch.cuda.synchronize(device)
     graph = torch.cuda.CUDAGraph()

@@ -6,7 +6,7 @@ Input: the `OpCost`s of a trace, a device profile, and a `Config`. Output: `Kern
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -44,7 +44,7 @@ class KernelTime:
         compute: all but the other two.
         all_to_all: another microbatch's computation can hide it.
         weight_grads: of the experts; nothing waits for them.
-        launches: number of kernels that the host launches.
+        launches: of the host, in operations of the profile's `launch`.
     """
 
     compute: float = 0.0
@@ -163,19 +163,21 @@ def dispatch_wait(config: Config) -> float:
     return _SYNCHRONIZED["nccl"]
 
 
-SUBLAYER_LAUNCHES = 170
-"""Host time of a sublayer's forward or backward besides its kernels (guards, hooks, autograd, Triton's launches), in
-operations of the profile's `launch`: 1.0 ms. Calibrated on 2:21 of benchmarks/results/step_kernels.json, six compiled layers
-whose device is idle for a third of the step. On another host the same step took 1.7 times as long."""
-CUT_LAUNCHES = 300
-"""The same for a sublayer that is split at the token dispatcher: segments, streams, FSDP2's experts. Calibrated with the H200's
-`launch`, on eager runs of several hosts (docs/estimator.md) and on 2:00 of benchmarks/results/step_kernels.json."""
-ALL_TO_ALL_LAUNCHES = 15
-"""Host time of an all-to-all: 0.09 ms eager (benchmarks/results/ep_exchange_4gpu.md)."""
-_STORE_LAUNCHES: Mapping[str, int] = MappingProxyType({"stash": 55, "offload": 70})
-"""Host time of a store in a sublayer's forward or backward. Pages: 85 ms in 128 layers, stash against capacity, both eager
-(benchmarks/results/paging_ep2_memory.md). Copies to the host: by how much run 06 of
-benchmarks/results/planner_blind_1_measured.jsonl, 17 layers of which 10 are offloaded, is slower than kept ones."""
+# What the host does, in operations of the profile's `launch`, which `forebay.estimate.calibrate` measures. Fitted together to
+# the steps of the first four blind draws, and of some of them again on two other hosts (benchmarks/results/step_hosts.json).
+EAGER_KERNEL, COMPILED_KERNEL = 0.54, 3.6
+"""Of each kernel of uncompiled and of compiled code, which has few besides those of the experts."""
+SUBLAYER, SUBLAYER_COMPILED = 100, 40
+"""Of a sublayer's forward or backward besides: modules, hooks, autograd, guards."""
+CUT = 15
+"""The same for a sublayer that is split at the token dispatcher."""
+ALL_TO_ALL = 6
+"""Of an all-to-all: 0.09 ms eager (benchmarks/results/ep_exchange_4gpu.md)."""
+SELECTIVE = 3.7
+"""Of each kernel of a forward whose checkpoint chooses what it keeps (`recompute = "save-dispatch"`): torch takes every operation
+through a `TorchDispatchMode` in Python."""
+OFFLOADED, STASHED = 2, 22
+"""Of each tensor that a sublayer offloads, and of a sublayer's pages."""
 
 
 _KEPT: Mapping[str, str] = MappingProxyType({})
@@ -202,28 +204,46 @@ class LayerTimer:
         layer = self.trace.layers[number]
         forward = backward = NO_TIME
         for name, part in layer.sublayers:
-            f, b = self._sublayer(part, placements.get(name, "keep"))
+            f, b = self.sublayer(part, placements.get(name, "keep"))
             forward, backward = forward + f, backward + b
         if layer.is_moe:
             waits = dispatch_wait(self.config)
             forward = forward + KernelTime(compute=waits, launches=waits / self.clock.device.at("launch"))
         return forward, backward
 
-    def _sublayer(self, part: PartTrace, placement: str) -> tuple[KernelTime, KernelTime]:
-        p, step = self.config.parallel, self.config.step
+    def end(self, part: PartTrace) -> tuple[KernelTime, KernelTime]:
+        """Forward and backward of the embedding or the head."""
         forward, backward = self.clock.both_ways(part)
-        more = again = CUT_LAUNCHES if p.pp > 1 or step.overlap or p.ep > 1 else SUBLAYER_LAUNCHES
-        if placement == "recompute":
-            light = part.light_ops if self.config.memory.recompute != "full" else ()
-            backward = self.clock.kernel_time(light) if light else forward + backward
-            again += 0 if light else more  # the host runs the forward's Python too
-        beside = _STORE_LAUNCHES.get(placement, 0)
-        return (
-            _with_launches(forward, part.forward_ops, more + beside),
-            _with_launches(backward, part.backward_ops, again + beside),
-        )
+        return self._launched(forward), self._launched(backward)
+
+    def sublayer(self, part: PartTrace, placement: str) -> tuple[KernelTime, KernelTime]:
+        """A sublayer's forward and backward."""
+        p, step, memory = self.config.parallel, self.config.step, self.config.memory
+        cut = p.pp > 1 or step.overlap or p.ep > 1
+        around = (SUBLAYER_COMPILED if memory.compile else SUBLAYER) + CUT * cut + _storing(part, placement)
+        ahead, back = self.clock.both_ways(part)
+        forward = self._launched(ahead, around + _transfers(part.forward_ops))
+        backward = self._launched(back, around + _transfers(part.backward_ops))
+        if placement != "recompute":
+            return forward, backward
+        if memory.recompute == "light" and part.light_ops:
+            again = around + _transfers(part.light_ops)
+            return forward, self._launched(self.clock.kernel_time(part.light_ops), again)
+        if memory.recompute == "save-dispatch" and cut and part.light_ops:
+            forward = forward + KernelTime(launches=SELECTIVE * ahead.launches)
+        return forward, forward + backward  # the host runs the forward's Python too
+
+    def _launched(self, time: KernelTime, around: float = 0.0) -> KernelTime:
+        """With what the host does for each kernel, and `around` them."""
+        kernel = COMPILED_KERNEL if self.config.memory.compile else EAGER_KERNEL
+        return replace(time, launches=kernel * time.launches + around)
 
 
-def _with_launches(kernel_time: KernelTime, ops: Sequence[OpCost], more: int) -> KernelTime:
-    transfers = sum(op.kind == "all_to_all" for op in ops)
-    return replace(kernel_time, launches=kernel_time.launches + ALL_TO_ALL_LAUNCHES * transfers + more)
+def _transfers(ops: Iterable[OpCost]) -> int:
+    return ALL_TO_ALL * sum(op.kind == "all_to_all" for op in ops)
+
+
+def _storing(part: PartTrace, placement: str) -> float:
+    if placement == "offload":
+        return OFFLOADED * (len(part.events.saved) if part.events is not None else 1)
+    return STASHED if placement == "stash" else 0

@@ -322,7 +322,8 @@ def fit_run(
     _check_parameters(fits, budget)
     step = None
     if device is not None and len(ranks) == config.parallel.pp:
-        step = StepTimer(estimator, placements, [fit.parameters for fit in fits]).step()
+        stall = max(rank.stall for rank in ranks)
+        step = StepTimer(estimator, placements, [fit.parameters for fit in fits], stall).step()
     sublayers = tuple(sublayer for rank in ranks for sublayer in rank.sublayers)
     levels = tuple(rank.levels for rank in ranks)
     return Fit(fits, world, estimator.weights.total, budget, sublayers, tuple(notes), step, choices, levels)

@@ -40,8 +40,6 @@ from forebay.estimate.step_time import (
 )
 from forebay.estimate.types import ModelTrace, PartTrace, StageLayers
 from forebay.estimate.walk import RankRun, StepLevel, Walked, local_actions, shortened, walk
-from forebay.memory.offload_plan import PIPELINE_WAIT_SHARE
-from forebay.memory.timeline import LIGHT_RECOMPUTE_SHARE
 from forebay.pipeline.model import adds_at_once
 from forebay.pipeline.schedule import Action
 from forebay.policy import format_bytes, parse_bytes
@@ -56,6 +54,7 @@ class RankEstimate:
     Attributes:
         levels: of a step, part by part.
         before: bytes in use before a forward; see `Walked`.
+        stall: seconds of a step in which the device waits for copies to and from the host.
         over: the rank and by how much it exceeds the limit, if no placements fit.
     """
 
@@ -63,6 +62,7 @@ class RankEstimate:
     levels: tuple[StepLevel, ...]
     sublayers: tuple[Option, ...]
     before: int
+    stall: float = 0.0
     choice: Choice | None = None
     over: str = ""
 
@@ -110,6 +110,15 @@ class RunEstimator:
         out_rate, back_rate, *ends = device.host(self.sharing.world, self.sharing.pp > 1)
         return Machine(seconds, out_rate, back_rate, device.at("bandwidth", 1 << 30), tuple(ends))
 
+    @cached_property
+    def timer(self) -> LayerTimer:
+        return LayerTimer(self.clock, self.config, self.trace)
+
+    @property
+    def launch(self) -> float:
+        """Seconds of the host for a launch; 0 for a CUDA graph step."""
+        return 0.0 if self.config.step.graph else self.clock.device.at("launch")
+
     @property
     def chooses(self) -> bool:
         return self.auto is not None or self.config.memory.policy == "auto"
@@ -149,7 +158,7 @@ class RunEstimator:
 
         choice = choose(number, options, times, kept.levels, self.plan.microbatches, limit, self.machine, waits, used)
         over = f"rank {number} by {format_bytes(choice.peak - limit)}" if choice.peak > limit else ""
-        return replace(estimate(choice.placements), choice=choice, over=over)
+        return replace(estimate(choice.placements), stall=choice.waits, choice=choice, over=over)
 
     def _estimate(self, number: int, stages: Mapping[int, StageLayers], placements: Mapping[str, str]) -> RankEstimate:
         run = self._run(number, stages, placements)
@@ -163,7 +172,9 @@ class RunEstimator:
             option(path, part, placements.get(path, "keep"), recompute, self.machine, more, carried.get(path))
             for path, part, more in self._parts(stages)
         ]
-        return RankEstimate(self._fit(number, walked), walked.levels, tuple(sublayers), walked.before)
+        stall = 0.0 if walked.plan is None else walked.plan.stall_seconds
+        steps = 1 if self.engine else self.plan.microbatches  # of the manager in a step
+        return RankEstimate(self._fit(number, walked), walked.levels, tuple(sublayers), walked.before, steps * stall)
 
     def _fit(self, number: int, walked: Walked) -> RankFit:
         cached = walked.reserved - walked.peak.allocated if self.sharing.gpu else 0
@@ -202,9 +213,15 @@ class RunEstimator:
         return Link(rates, self._seconds, self.config.memory.offload == "all")
 
     def _seconds(self, part: Part) -> tuple[float, float]:
-        forward, backward = self.machine.seconds(part.trace)
-        again = LIGHT_RECOMPUTE_SHARE if part.light else float(part.placement == "recompute")
-        return forward, backward + again * forward
+        """Of a part's forward and backward, on the device or on the host that launches them."""
+        if part.path in ("embedding", "head"):
+            forward, backward = self.timer.end(part.trace)
+        else:
+            forward, backward = self.timer.sublayer(part.trace, "recompute" if part.light else part.placement)
+        return self._takes(forward), self._takes(backward)
+
+    def _takes(self, time: KernelTime) -> float:
+        return max(time.alone, self.launch * time.launches)
 
     def computations(self, number: int) -> list[Action]:
         """The actions of a pipeline rank that compute."""
@@ -247,52 +264,48 @@ def layers_and_ends(stages: Mapping[int, StageLayers]) -> tuple[list[int], bool,
     return [n for s in every for n in s.layers], any(s.embedding for s in every), any(s.head for s in every)
 
 
-FSDP_LAUNCHES = 500
-"""Host time of a group of FSDP2 in a microbatch's forward (a third) and backward besides its kernels, in operations of the
-profile's `launch`: 3 ms. Calibrated on runs 01, 04 and 21 of benchmarks/results/planner_blind_1_measured.jsonl."""
-STEP_LAUNCHES = 700
-"""Host time of a step in which the device is idle: the batch, the optimizer's groups, reading the loss. 4.2 ms. Calibrated on
-benchmarks/results/step_kernels.json."""
-GRAPH_STEP_LAUNCHES = 200
-"""The same with a step's CUDA graph: 1.3 ms of 2:10 there."""
+# In operations of the profile's `launch`, as in `forebay.estimate.layer_time`.
+FSDP_LAUNCHES = 85
+"""Of a group of FSDP2 in a microbatch's forward (a third) and backward, besides its kernels."""
+STEP_LAUNCHES = 440
+"""Of a step while the device is idle: the batch, the optimizer's groups, reading the loss."""
+GRAPH_STEP_LAUNCHES = 80
+"""The same with a step's CUDA graph."""
 
 
 @dataclass(frozen=True)
 class StepTimer:
     """Computes the time of a step.
 
-    `offload = "fit"` is free, because only what the link carries during computation is offloaded. "all" makes a forward or
-    backward at least as long as its copies, and a pipeline's step longer by the share that its plan may wait.
-
     Attributes:
         placements: sublayer path to placement; the default is "keep".
         parameters: by pipeline rank, bytes of its own shards.
+        stall: seconds in which the device waits for copies to and from the host, of the rank that waits longest.
     """
 
     run: RunEstimator
     placements: Mapping[str, str]
     parameters: Sequence[int]
+    stall: float = 0.0
 
     def step(self) -> StepTime:
         config, pp, engine = self.run.config, self.run.config.parallel.pp, self.run.engine
         device = self.run.clock.device
         stages = [self.run.plan.stages(rank) for rank in range(pp)]
         actions = [self.run.computations(rank) for rank in range(pp)]
-        times = self._times(stages, engine, 0.0)
+        times = {n: self._stage(stage, engine) for mine in stages for n, stage in mine.items()}
         ranks = [next(r for r, mine in enumerate(stages) if n in mine) for n in sorted(times)]
         message, contention = self._message() if pp > 1 else 0.0, device.at("contention")
         on_device = schedule_time(actions, ranks, times, message, engine, contention)
-        launch, launched = self._launch, on_device.seconds
+        launch, launched = self.run.launch, on_device.seconds
         if launch:
-            late = self._times(stages, engine, launch) if self._offloads_all else times
-            launched = schedule_time(actions, ranks, late, message, engine, contention, launch).seconds
-        waits = 1 + PIPELINE_WAIT_SHARE if self._offloads_all and self._alternates else 1.0
+            launched = schedule_time(actions, ranks, times, message, engine, contention, launch).seconds
         overheads = [self._overhead(rank, stages[rank]) for rank in range(pp)]
         slowest = max(overheads, key=lambda b: b.gather + b.reduce)
         return StepTime(
             device=device.name,
-            schedule=waits * on_device.seconds,
-            launched=waits * launched,
+            schedule=on_device.seconds + self.stall,
+            launched=launched + self.stall,
             gather=slowest.gather,
             reduce=slowest.reduce,
             optimizer=max(b.optimizer for b in overheads),
@@ -301,33 +314,15 @@ class StepTimer:
             exposed=on_device.exposed,
             tokens=config.train.batch * config.train.sequence,
             measured=bool(device.measured()),
-            launch=self._launch,
+            launch=launch,
             around=(GRAPH_STEP_LAUNCHES if config.step.graph else STEP_LAUNCHES) * device.at("launch"),
         )
-
-    @property
-    def _launch(self) -> float:
-        """Seconds of the host for a launch."""
-        return 0.0 if self.run.config.step.graph else self.run.clock.device.at("launch")
-
-    @property
-    def _offloads_all(self) -> bool:
-        return self.run.config.memory.offload == "all" and "offload" in self.placements.values()
-
-    @property
-    def _alternates(self) -> bool:
-        """Forwards follow backwards, as in a pipeline with more microbatches than ranks: such plans wait little."""
-        return self.run.plan.microbatches > self.run.config.parallel.pp > 1
 
     def _sharding(self) -> ShardingTime:
         return ShardingTime(self.run.clock.device, self.run.sharing, self.run.plan.microbatches)
 
-    def _times(self, stages: Sequence[Mapping[int, StageLayers]], engine: bool, launch: float) -> dict[int, StageTime]:
-        return {n: self._stage(stage, engine, launch) for mine in stages for n, stage in mine.items()}
-
-    def _stage(self, stage: StageLayers, engine: bool, launch: float) -> StageTime:
-        clock, sharding = self.run.clock, self._sharding()
-        timer = LayerTimer(clock, self.run.config, self.run.trace)
+    def _stage(self, stage: StageLayers, engine: bool) -> StageTime:
+        timer, sharding = self.run.timer, self._sharding()
         forward: list[KernelTime] = []
         backward: list[KernelTime] = []
         fsdp = self.run.sharing.sharded and not self.run.sharing.gathered
@@ -338,24 +333,16 @@ class StepTimer:
             forward.append(f + KernelTime(more[0], launches=group / 3))
             backward.insert(0, b + KernelTime(more[1], launches=2 * group / 3))
         if stage.embedding:
-            f, b = clock.both_ways(self.run.trace.embedding)
+            f, b = timer.end(self.run.trace.embedding)
             forward[0] = forward[0] + f + KernelTime(launches=group / 3)
             if not engine:  # an engine adds the tokens' gradients to the vocabulary's once a step
                 backward[-1] = backward[-1] + b
         if stage.head:
-            f, b = clock.both_ways(self.run.trace.head)
+            f, b = timer.end(self.run.trace.head)
             forward.append(f + b if engine else f)
             if not engine:
                 backward.insert(0, b + KernelTime(launches=2 * group / 3))
-        if self._offloads_all and not self._alternates:
-            moved = sum(self._offloaded(number) for number in stage.layers)
-            forward[-1] = forward[-1] + _wait(forward, moved / self.run.machine.out_rate, launch)
-            backward[-1] = backward[-1] + _wait(backward, moved / self.run.machine.back_rate, launch)
         return StageTime(tuple(forward), tuple(backward))
-
-    def _offloaded(self, number: int) -> int:
-        placements = self._placements_in(number)
-        return sum(p.saved for name, p in self.run.trace.layers[number].sublayers if placements[name] == "offload")
 
     def _placements_in(self, number: int) -> dict[str, str]:
         """By the name of a layer's sublayer."""
@@ -383,9 +370,3 @@ class StepTimer:
         device, size = self.run.clock.device, self.run.trace.layers[0].attention.inputs
         replica = self.run.sharing.data * self.run.sharing.pp
         return size / device.link("all_to_all", replica <= device.node, size) + device.at("kernel")
-
-
-def _wait(kernel_times: Sequence[KernelTime], copies: float, launch: float) -> KernelTime:
-    """The time by which the copies of a whole pass are longer than the pass, on the device or on the host that launches it."""
-    takes = max(sum(s.alone for s in kernel_times), launch * sum(s.launches for s in kernel_times))
-    return KernelTime(compute=max(0.0, copies - takes))

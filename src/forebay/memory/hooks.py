@@ -308,8 +308,10 @@ class Manager:
     def _install(self, region: Region) -> None:
         if region.placement == "recompute" and region.light is not None:
             region.light(True)
-        mode = "full" if self._recompute == "light" else self._recompute
         site = region.site
+        # Choosing what to keep takes every operation through Python, up to 50 microseconds each.
+        chooses = self._recompute == "save-dispatch" and site.dispatches
+        mode = "save-dispatch" if chooses else "full"
         site.wrap(
             lambda forward: partial(
                 self._run, region, forward, recomputed(forward, mode, site.called_modules, site.module)

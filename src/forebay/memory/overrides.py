@@ -281,6 +281,8 @@ class CallSite(Protocol):
     """The module whose weights the region uses."""
     light_recompute: Callable[[bool], None] | None
     """Switches the region's own, cheaper recomputation of its largest saved tensor; None if it has none."""
+    dispatches: bool
+    """Whether the region may send tokens to other ranks."""
     calls: int
     """How often the region was called."""
 
@@ -300,6 +302,7 @@ class ModuleCallSite:
     def __init__(self, module: nn.Module, light_recompute: Callable[[bool], None] | None = None):
         self.module = module
         self.light_recompute = light_recompute
+        self.dispatches = True  # what a whole module does is not known
         self.calls = 0
         self._remove: list[Callable[[], None]] = []
 

@@ -168,6 +168,7 @@ class SublayerCallSite:
         self.names = names
         self.calls = 0
         self.light_recompute = light_recompute
+        self.dispatches = front is not None
         self.call, self.front, self.experts = self._bare = (call, front, experts)
 
     def called_modules(self) -> Sequence[nn.Module]:

@@ -85,7 +85,7 @@ class Limits:
     most: float = 125 * GIB
     host: float = 100 * GIB
     parameters: float = 8e9
-    seconds: float = 3.0
+    seconds: float = 5.4
     tuning_seconds: float = 12.0
 
     def refusal(self, entry: Entry, plan: dict[str, Any]) -> str:
@@ -452,12 +452,15 @@ def measured_of(file: Path) -> Path:
     return here if here.exists() else file.with_name(name)
 
 
-def show(file: Path) -> None:
+def show(file: Path, device: str | None) -> None:
+    """`device`: a profile for which step times are planned again, such as that of the host of the runs."""
     given, rows = json.loads(file.read_text()), read(measured_of(file))
     entries, plans = entries_of(given["runs"]), {run["name"]: run["planned"] for run in given["runs"]}
     lines = []
     for row in filter(on_gpus, rows):
         entry, plan = entries[row["name"]], plans[row["name"]]
+        if device is not None:
+            plan = {**plan, "seconds": planned(entry, entry.skew, device=device)["seconds"]}
         line = compared(entry, row, plan, entry.skew)
         lines.append({**line, "kind": kind_of(entry), "number": row["name"][:2], "words": words_of(entry)})
     shown = ("number", "words", *(f"{what} {how}" for what in _SHOWN for how in ("planned", "measured", "%")))
@@ -511,7 +514,9 @@ def main() -> None:
     running.add_argument("--jobs", type=int, default=torch.cuda.device_count(), help="GPUs")
     running.add_argument("--seconds", type=float, help="limit for a run")
     running.add_argument("--deadline", type=float, default=540, help="seconds after which no run begins")
-    for command in (running, commands.add_parser("show")):
+    showing = commands.add_parser("show")
+    showing.add_argument("--device", help="a profile for which step times are planned again")
+    for command in (running, showing):
         command.add_argument("file", type=Path)
     options = parser.parse_args()
     match options.command:
@@ -530,7 +535,7 @@ def main() -> None:
         case "run":
             run(options.file, options.jobs, options.seconds, options.deadline)
         case "show":
-            show(options.file)
+            show(options.file, options.device)
 
 
 if __name__ == "__main__":

@@ -64,7 +64,7 @@ NO_TIME = "no time was left"  # the error of what has not run
 GRACE = 5  # seconds for the other ranks of a group to write their figures after one has failed
 PORTS = 29650
 # Steps: before timing at least and at most (`auto` tries plans for 40), timed, and with a recorded allocator history.
-WARM, MOST, TIMED, TRACED = 2, 64, 3, 3
+WARM, MOST, TIMED, TRACED = 2, 64, 7, 3
 
 
 @dataclass

@@ -257,6 +257,11 @@ def test_microbatches_are_as_torch_asks(schedule: str, pp: int) -> None:
             2,
             "a multiple of 3, the rounds of 2 that are in it, but .* 7: ",
         ),
+        (
+            pipeline("1f1b", 2, 10**6, 4),
+            2,
+            "gives each pipeline 250000 microbatches of 4 sequences a step, and .* at most 2048; raise train.microbatch",
+        ),
     ],
 )
 def test_a_pipeline_that_is_not_filled(config: Config, size: int, said: str) -> None:

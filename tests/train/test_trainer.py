@@ -149,6 +149,10 @@ def test_cuda_absent_but_asked_for() -> None:
             {"model": {"config": {**MODEL, "max_position_embeddings": 8}}},
             r"train\.sequence = 16 .*max_position_embeddings = 8",
         ),
+        (
+            {"train": {"batch": 10**12, "microbatch": 1}},
+            r"train\.batch = 10+ with train\.sequence = 16 needs \d{7}\.\d+ GiB of host memory .* free; lower train\.batch",
+        ),
     ],
 )
 def test_mistakes_are_named(tiny: Callable[..., Config], changes: dict[str, dict[str, object]], message: str) -> None:

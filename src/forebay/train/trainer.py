@@ -27,6 +27,7 @@ from forebay.models.router import RouterStats
 from forebay.moe.dispatch import TokenDispatcher
 from forebay.pipeline.partition import Partition, partition_of
 from forebay.pipeline.schedule import PipelinePlan
+from forebay.policy import format_bytes
 from forebay.train import hf_io, parallel
 from forebay.train.capacity_retry import CapacityRetries
 from forebay.train.cuda_graph import CudaGraphStep
@@ -38,12 +39,16 @@ from forebay.train.generators import seed_all
 from forebay.train.health import HealthRecorder, StepHealth
 from forebay.train.metrics import StepRecord, allocator_bytes, peak_bytes, reserved_bytes
 from forebay.train.packing import check_documents_apart
+from forebay.train.staging import available_bytes
 from forebay.train.tokenizer import load_tokenizer
-from forebay.train.world import ALONE
+from forebay.train.world import ALONE, processes_of_node
 
 # Smallest tensor that a pipeline offloads. A microbatch of a pipeline is short: the host takes as long to launch the copy
 # of a smaller tensor as the device takes to compute.
 _PIPELINE_MIN_BYTES = 16 << 20
+
+# Host memory of a step's batch: the window, its inputs and its targets, int64 each; arrays and views of a window, measured.
+_TOKEN_BYTES, _WINDOW_BYTES = 24, 1024
 
 Microbatch = tuple[Tensor, ...]
 """Ids, shifted labels and, where documents are apart, positions; int64 [B, S]."""
@@ -98,6 +103,7 @@ class Trainer:
         self.config, self.device = config, mesh.device
         if config.device.threads:
             torch.set_num_threads(config.device.threads)
+        _check_batch_memory(config, mesh)
         tokenizer = load_tokenizer(config.data.tokenizer)
         self.corpus = load_mixture(config.data, tokenizer)
         self._batches, self._held_out = self.corpus.batches(config.data, config.train, mesh.batch)
@@ -430,6 +436,17 @@ class Trainer:
         size = self.config.microbatch(self.mesh.batch.size)
         parts = [t.to(self.device, non_blocking=True).split(size) for t in batch if t is not None]
         return list(zip(*parts, strict=True))
+
+
+def _check_batch_memory(config: Config, mesh: Mesh) -> None:
+    """Raise `UsageError` if the tokens of a step do not fit in this machine's memory: the kernel would kill the process."""
+    train, processes = config.train, max(1, processes_of_node())
+    needed = train.batch // mesh.batch.size * processes * (train.sequence * _TOKEN_BYTES + _WINDOW_BYTES)
+    if needed > (free := available_bytes()):
+        raise UsageError(
+            f"train.batch = {train.batch} with train.sequence = {train.sequence} needs {format_bytes(needed)} of host memory for "
+            f"the tokens of a step, and {format_bytes(free)} are free; lower train.batch"
+        )
 
 
 @contextmanager

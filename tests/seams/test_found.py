@@ -18,6 +18,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrizations
 from transformers import DynamicCache
 
@@ -412,6 +413,46 @@ def test_weights_of_another_dtype_are_named(policy: Any) -> None:
         RuntimeError, match=r"weight .*is torch.float64 on cpu, and was torch.float32 on cpu .*after backward"
     ):
         loss.backward()
+
+
+class Counting(Mlp):
+    """Assigns its buffer in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count = self.count + 1
+        return super().forward(x * x.sin() * self.count)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_buffer_that_a_forward_assigns_counts_forwards(policy: str) -> None:
+    def use(model: nn.Module) -> list[Tensor]:
+        losses = [model(rows(seed)).square().mean() for seed in range(2)]
+        found = []
+        for loss in [*losses, *losses]:
+            found += torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+        return [*found, *(b.clone() for b in model.buffers())]
+
+    both(lambda: net(Counting(), Mlp(), nn.Sequential(Counting(), Mlp())), policy, use)
+
+
+@pytest.mark.parametrize("policy", ["recompute", {"model.layers.*": "recompute"}], ids=str)
+def test_kernels_of_attention_that_are_chosen_for_the_forward_only(policy: Any) -> None:
+    ids = torch.randint(1, VOCABULARY, (ROWS, LENGTH))
+    found = []
+    for managed in (False, True):
+        model = tiny()
+        if managed:
+            forebay.manage(model, policy, recompute="full", min_bytes=1, **THEIRS)
+        with sdpa_kernel(SDPBackend.MATH):
+            loss = loss_of(model, ids)
+        before = torch.backends.cuda.flash_sdp_enabled()
+        found.append(torch.autograd.grad(loss, list(model.parameters()), allow_unused=True))
+        assert before and torch.backends.cuda.flash_sdp_enabled()
+    assert all(f is w is None or torch.equal(f, w) for w, f in zip(*found, strict=True))
 
 
 @pytest.mark.parametrize("policy", ["recompute", {"model.layers.*": "recompute"}], ids=str)

@@ -63,7 +63,8 @@ def as_in_forward(state: State) -> Iterator[None]:
     """Context in which `state` holds."""
     changed = [(owner, name, then, now) for owner, name, then in state if not _same(now := _get(owner, name), then)]
     for owner, name, then, _ in changed:
-        _put(owner, name, then)
+        # A copy: the rerun may write to it, as the forward may have, and a retained graph runs again.
+        _put(owner, name, then.copy() if isinstance(then, dict) else then)
     try:
         yield
     finally:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import _unsafe_preserve_version_counter
+from torch.nn.attention import _cur_sdpa_kernel_backends, sdpa_kernel
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -92,7 +93,7 @@ class _RecomputedCall:
     A rerun raises if weights were written to or replaced since the forward, or keyword arguments (torch checks positional ones)
     or buffers written to that the forward only reads (a router's bias). Buffers that the forward writes (running statistics) are
     put back for the rerun, and get their present values after it. Keyword arguments that it writes are copies in the rerun.
-    Modules are as they were in the forward (`forebay.memory.module_state`).
+    Modules are as they were in the forward (`forebay.memory.module_state`), and so are the enabled kernels of attention.
     """
 
     def __init__(self, region: _RegionForward, arguments: Mapping[str, Any]):
@@ -100,6 +101,7 @@ class _RecomputedCall:
         self._arguments = _with_versions(arguments)
         called = region.modules()
         self._name = " and ".join(type(module).__name__ for module in called)
+        self._attention = _cur_sdpa_kernel_backends()
         self._modules = [m for module in called for m in module.modules()]
         modules = self._modules
         self._state, self._merged = state_of(modules, region.holder), merged_adapters(modules)
@@ -128,7 +130,7 @@ class _RecomputedCall:
         present = {key: self._buffers[key].clone() for key in self._copies}
         self._set_buffers(self._copies)
         try:
-            with as_in_forward(self._state):
+            with as_in_forward(self._state), sdpa_kernel(self._attention):
                 return self._region.forward(*args, **kwargs)
         finally:
             self._set_buffers(present)

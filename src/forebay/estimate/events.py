@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from forebay.estimate.kernel_order import least_peak_order
 from forebay.estimate.types import GATE_UP_GRAD, MATMUL, AllocEvent, Freed, Log, Mark, NewStorage, Op, PartEvents
 
 
@@ -41,7 +42,8 @@ def part_events(
     if compiled:
         made = {m.number: m for entry in forward if isinstance(entry, Op) for m in entry.made}
         kept = {n for n in named.saved if n in made}
-        backward = _with_later_products(backward if pieces else _with_last_weight_gradient(backward), made, kept)
+        if not pieces:
+            forward, backward = _ordered_forward(forward, named, kept), _ordered_backward(backward, named, made, kept)
         f, b = _compiled_forward(forward, named, kept), _compiled_backward(backward, named, made, kept)
         # A compiled sublayer returns all that is saved at its end: a checkpoint drops it then.
         alone = f + [(n, 0) for n in _never_freed(f) if n != named.output]
@@ -151,7 +153,9 @@ def _compiled_backward(log: Log, named: NamedStorages, made: dict[int, NewStorag
     released = _releases(needed, named, made, kept)
     # A weight's gradient is freed where it has been added to the parameter's, which the log says, as of workspaces.
     last = {n: at for n, at in needed.items() if n not in named.weight_grads}
-    ends, waiting = _by_position(last), _recomputed(log, made, kept)
+    there = {m.number for entry in log if isinstance(entry, Op) for m in entry.made}
+    waiting = {n: origins for n, origins in _recomputed(log, made, kept).items() if n not in there}
+    ends = _by_position(last)
     found: list[AllocEvent] = [(n, 0) for n in released.get(-1, ())]
     live = {named.gradient}
     for at, entry in enumerate(log):
@@ -173,61 +177,40 @@ def _compiled_backward(log: Log, named: NamedStorages, made: dict[int, NewStorag
     return found
 
 
-def _with_last_weight_gradient(log: Log) -> Log:
-    """Compiled code is one node of autograd's graph, and gate_up's gradient is made by a node outside of it, afterwards
-    (`forebay.moe.wgrad`)."""
+def _ordered_forward(log: Log, named: NamedStorages, kept: set[int]) -> Log:
+    outputs = kept | {named.output}
+    return least_peak_order(log, _read_unfused(log) | outputs, outputs, {})
+
+
+def _ordered_backward(log: Log, named: NamedStorages, made: dict[int, NewStorage], kept: set[int]) -> Log:
+    """Compiled code is one node of autograd's graph: weights' gradients are freed after it. gate_up's is made by a node outside
+    of it, afterwards (`forebay.moe.wgrad`)."""
+    inside, after = _without_last_weight_gradient(log)
+    again: dict[tuple[frozenset[int], bool], list[NewStorage]] = {}
+    in_memory = _recomputed(log, made, kept)
+    for n, storage in made.items():
+        if storage.recomputable and n not in kept:
+            again.setdefault((storage.origins, n in in_memory), []).append(storage)
+    recomputed: Log = [Op(True, tuple(sorted(origins)), tuple(found)) for (origins, _), found in again.items()]
+    outputs = {named.dx, *named.weight_grads} | {n for e in after if isinstance(e, Op) for n in e.reads}
+    inputs = {n: made[n].size for n in kept}
+    ordered = least_peak_order([*recomputed, *inside], _read_unfused(log) | outputs, outputs, inputs)
+    frees = [e for e in inside if isinstance(e, Freed) and e.number in named.weight_grads]
+    return [*ordered, *frees, *after]
+
+
+def _without_last_weight_gradient(log: Log) -> tuple[Log, Log]:
+    """The log, and the part of it that makes gate_up's gradient."""
     marked = next((at for at, entry in enumerate(log) if _is_mark(entry, GATE_UP_GRAD)), 0)
     if not marked:
-        return log
+        return log, []
     begin = log[marked - 1]
     assert isinstance(begin, Op)
     end = max(at for at, entry in enumerate(log) if isinstance(entry, Op) and entry.reads is begin.reads) + 1
     moved = log[marked - 1 : end]
     frees = _frees_of(moved, log[end:])
-    return [*log[: marked - 1], *(e for e in log[end:] if not any(e is free for free in frees)), *moved, *frees]
-
-
-def _with_later_products(log: Log, made: dict[int, NewStorage], kept: set[int]) -> Log:
-    """The order of a compiled backward. A recomputed tensor comes from the kernel that computes gradients from the same saved
-    tensors, because both read them: Inductor fuses the two. So a matrix product that reads it (of eager attention's
-    probabilities, or the weight gradient of a projection after an activation or a norm) runs after that kernel, unless that
-    needs the product itself. As in the recorded histories of a Mixtral and a DeepSeek-V3."""
-    again = set(_recomputed(log, made, kept))
-    found = list(log)
-    for op in [entry for entry in log if isinstance(entry, Op) and not entry.fused]:
-        recomputed = tuple(n for n in op.reads if n in again)
-        at = next(i for i, entry in enumerate(found) if entry is op)
-        if not recomputed or not at or not _is_mark(found[at - 1], MATMUL):
-            continue
-        kernel = _kernel_of(found, at, frozenset().union(*(made[n].origins for n in recomputed)), made)
-        if kernel is not None:
-            start, end = kernel
-            frees = _frees_of([op], found[at:end])
-            rest = [e for e in found[at + 1 : start] if not any(e is free for free in frees)]
-            kernels = [e for e in found[start:end] if not any(e is free for free in frees)]
-            found[at - 1 : end] = [*rest, Op(False, recomputed, ()), *kernels, Mark(MATMUL), op, *frees]
-    return found
-
-
-def _kernel_of(log: Log, at: int, origins: frozenset[int], made: dict[int, NewStorage]) -> tuple[int, int] | None:
-    """The first run of fused operations after `at` that reads what comes from the same saved tensors: its begin and end."""
-    op = log[at]
-    assert isinstance(op, Op)
-    results = {m.number for m in op.made}
-    start = end = -1
-    found = False
-    for i in range(at + 1, len(log)):
-        entry = log[i]
-        if not isinstance(entry, Op):
-            continue
-        if results.intersection(entry.reads) or (found and not entry.fused):
-            break
-        if not entry.fused:
-            start = -1
-            continue
-        start, end = (i if start < 0 else start), i + 1
-        found |= any(origins & (made[n].origins or {n}) for n in entry.reads if n in made)
-    return (start, end) if found else None
+    rest = [*log[: marked - 1], *(e for e in log[end:] if not any(e is free for free in frees))]
+    return rest, [*moved, *frees]
 
 
 def _is_mark(entry: Op | Freed | Mark, number: int) -> bool:

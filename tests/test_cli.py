@@ -13,6 +13,7 @@ from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -21,7 +22,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from forebay import cli
 from forebay.config import load
-from forebay.errors import DoesNotFit, Interrupted
+from forebay.errors import DoesNotFit, Interrupted, UsageError
 from forebay.estimate.layers import plan_layers
 from forebay.models.catalog import PUBLISHED
 from forebay.train import restore
@@ -444,3 +445,45 @@ def test_a_reader_that_goes_away(config: str) -> None:
     process.stdout.close()
     error = process.stderr.read()
     assert process.wait(timeout=60) == 1 and not error
+
+
+def program(command: str, *arguments: str, **environment: str) -> tuple[int, str, str]:
+    """Exit code and both streams of ``forebay ARGUMENTS`` in a shell's `command`, which names it as "$@"."""
+    paths = {"PYTHONPATH": str(Path(cli.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        ["bash", "-c", command, "bash", sys.executable, "-m", "forebay", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, **paths, **environment},
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_streams_that_are_closed_full_or_of_a_small_alphabet(tmp_path: Path, config: str) -> None:
+    """They end no command in the middle."""
+    (tmp_path / "\xfc.toml").write_text(Path(config).read_text(), encoding="utf-8")
+    name, job = str(tmp_path / "\xfc.toml"), ("launch", "--on=slurm", "--gpus-per-node=1")
+    code, out, error = program('"$@"', *job, name, PYTHONIOENCODING="ascii")
+    assert (code, error) == (0, "") and "\\xfc.toml" in out
+    assert program('"$@" >&-', *job, name) == (0, "", "")
+    assert program('"$@" 2>&-', "launch", "none.toml", "--on=slurm") == (UsageError.exit_code, "", "")
+    assert program('"$@" >/dev/full', *job, name) == (
+        1,
+        "",
+        "forebay: the output cannot be written: No space left on device\n",
+    )
+
+
+def test_a_run_whose_reader_goes_away_says_why() -> None:
+    """`SystemExit`, which rich raises, would name no reason to other processes."""
+    console = cli._console()
+    console.file = MagicMock()
+    console.file.write.side_effect = BrokenPipeError
+    with pytest.raises(BrokenPipeError, match="the reader of the output has ended"):
+        console.print("text")
+
+
+def test_python_without_docstrings(config: str) -> None:
+    code, _, error = program('"$@"', "profile", config, PYTHONOPTIMIZE="2")
+    assert code == UsageError.exit_code and "PYTHONOPTIMIZE=2" in error and "Traceback" not in error

@@ -181,6 +181,11 @@ def test_bad_overrides(override: str, said: str) -> None:
         load("quickstart", [override])
 
 
+def test_a_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    (tmp_path / "c.toml").write_text("[model]\nfamily = 'olmoe'\n[train]\nsteps = 7\n", encoding="utf-8-sig")
+    assert load(str(tmp_path / "c.toml")).train.steps == 7
+
+
 def test_unknown_preset_and_broken_toml(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"neither a file nor a preset.*'quickstart'.*quickstart-gpu"):
         load("quickstrat")

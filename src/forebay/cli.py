@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 _EVERY = 5.0  # seconds between two lines of progress where the error stream is no terminal
 _WIDTH = 120  # of tables where the output is no terminal
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)
 
 
 def program() -> NoReturn:
@@ -41,6 +42,7 @@ def program() -> NoReturn:
         SystemExit: always, but after a plan, which has no threads and no files to close: the interpreter takes 0.5 s to
             collect and free what the plan, torch and transformers made.
     """
+    _open_streams()
     options = _parser().parse_args()
     plans = options.command == "plan"
     if plans:
@@ -52,6 +54,16 @@ def program() -> NoReturn:
             sys.stderr.flush()
         os._exit(code)
     sys.exit(code)
+
+
+def _open_streams() -> None:
+    """Let printing never fail for a closed stream, or for a character that the locale's encoding lacks."""
+    for name in ("stdout", "stderr"):
+        stream: Any = getattr(sys, name)
+        if stream is None:  # closed by the shell
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_WRONLY), "w"))
+        else:
+            stream.reconfigure(errors="backslashreplace")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -84,6 +96,9 @@ def _run_command(options: argparse.Namespace) -> int:
         if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:  # whatever is given as a path
             named = UsageError(f"{error.filename!r} is no path: {error.strerror}")
             return _fail(named, UsageError.exit_code, options.debug, error)
+        if isinstance(error, OSError) and error.errno in _FULL:  # a full disk; files are named where they are written
+            unwritten = RunError(f"the output cannot be written: {error.strerror}")
+            return _fail(unwritten, RunError.exit_code, options.debug, error)
         if options.debug:
             raise
         sentence = f"{type(error).__name__}: {error}; this is unexpected, --debug shows where it happened"
@@ -220,7 +235,14 @@ def _parser() -> argparse.ArgumentParser:
 def _console() -> "Console":
     from rich.console import Console
 
-    return Console(width=None if sys.stdout.isatty() else _WIDTH)
+    console = Console(width=None if sys.stdout.isatty() else _WIDTH)
+    # Rich's own raises SystemExit, which names no reason to the other processes of a run.
+    console.on_broken_pipe = _raise_broken_pipe  # type: ignore[method-assign]
+    return console
+
+
+def _raise_broken_pipe() -> NoReturn:
+    raise BrokenPipeError(errno.EPIPE, "the reader of the output has ended")
 
 
 def _configured(options: argparse.Namespace) -> "Config":
@@ -552,7 +574,15 @@ def _export(options: argparse.Namespace) -> None:
 
 
 def _quiet_transformers() -> None:
-    """Turn off transformers' progress bars, which would break the lines printed here."""
+    """Turn off transformers' progress bars, which would break the lines printed here.
+
+    Raises:
+        UsageError: Python removed docstrings, from which transformers makes its models.
+    """
+    if sys.flags.optimize > 1:
+        raise UsageError(
+            "transformers reads docstrings, which python -OO and PYTHONOPTIMIZE=2 remove; -O and 1 leave them"
+        )
     from transformers.utils import logging
 
     logging.disable_progress_bar()

@@ -1,6 +1,7 @@
 """Hugging Face folders in and out: exact, or refused with the tensor's name."""
 
 import json
+import resource
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -9,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from forebay.config import Config, Model
 from forebay.errors import ForebayError, RunError, UsageError
 from forebay.models.catalog import PUBLISHED
 from forebay.train import hf_io
-from tests.train.common import CPU
+from tests.train.common import CPU, word_tokenizer
 
 IDS = torch.arange(12).reshape(2, 6)
 
@@ -113,6 +114,27 @@ def test_broken_config_json(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(RunError, match=r"config\.json is not a configuration"):
         hf_io.build(Model(path=str(tmp_path)), 257, CPU)
+
+
+def test_an_export_has_the_chat_template(tmp_path: Path, tiny: Callable[..., Config]) -> None:
+    tokenizer = word_tokenizer(tmp_path / "words", "water")
+    (tokenizer / "chat_template.jinja").write_text("{{ messages }}")
+    (tokenizer / "notes.md").write_text("not the tokenizer's")
+    hf_io.save(hf_io.build(tiny().model, 257, CPU), tmp_path / "out", tokenizer)
+    assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == "{{ messages }}"
+    assert not (tmp_path / "out" / "notes.md").exists()
+
+
+def test_a_full_disk_at_an_export(tmp_path: Path, tiny: Callable[..., Config]) -> None:
+    model = hf_io.build(tiny().model, 257, CPU)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+    try:
+        with pytest.raises(RunError, match=r"the model cannot be written to .*out: .*File too large"):
+            hf_io.save(model, tmp_path / "out")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not list(tmp_path.glob("*out*")) + list(tmp_path.glob(".*out*"))
 
 
 def test_save_refuses_a_folder_in_use(folder: Path, tiny: Callable[..., Config], tmp_path: Path) -> None:

@@ -25,3 +25,10 @@ def test_missing_tokenizer(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({}))
     with pytest.raises(UsageError, match="holds no tokenizer"):
         load_tokenizer(str(tmp_path))
+
+
+@pytest.mark.parametrize("text", ["", "null", "[]", '{"model": {"type": "BPE"}}'])
+def test_a_broken_tokenizer(tmp_path: Path, text: str) -> None:
+    (tmp_path / "tokenizer.json").write_text(text)
+    with pytest.raises(UsageError, match="holds no tokenizer"):
+        load_tokenizer(str(tmp_path))

@@ -36,7 +36,7 @@ def load(source: str, overrides: Iterable[str] = ()) -> Config:
     path = Path(source)
     if path.is_file():
         try:
-            text = path.read_text(encoding="utf-8")
+            text = path.read_text(encoding="utf-8-sig")  # editors on Windows write a byte order mark
         except (OSError, UnicodeDecodeError) as error:
             raise UsageError(f"{source} cannot be read as a TOML file: {error}") from error
     else:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from forebay.config import Config, Model
 from forebay.errors import RunError, UsageError, first_line, nearest
@@ -27,6 +28,10 @@ from forebay.train.tokenizer import load_tokenizer
 TESTED = ("qwen3_moe", "mixtral", "olmoe", "deepseek_v2", "deepseek_v3", "gpt_oss", "glm4_moe")
 # Without trust_remote_code=False, transformers asks on the terminal whether to run a folder's code.
 _LOCAL: Mapping[str, bool] = {"local_files_only": True, "trust_remote_code": False}
+# Files of a tokenizer's folder, besides those with "token" in their name.
+_TOKENIZER_FILES = frozenset(
+    {"vocab.json", "merges.txt", "vocab.txt", "chat_template.jinja", "spiece.model", "sentencepiece.bpe.model"}
+)
 # Keys that modeling code or the base class reads, though a default instance may not have them.
 _EXTRA_KEYS = frozenset(
     {"bos_token_id", "eos_token_id", "head_dim", "pad_token_id", "rope_scaling", "rope_theta", "tie_word_embeddings"}
@@ -99,14 +104,14 @@ def save(model: Any, out: Path, tokenizer: Path | None = None) -> None:
         model.config.use_cache = True
         model.save_pretrained(partial)
         for file in tokenizer.iterdir() if tokenizer else ():
-            if (file.is_file() and "token" in file.name) or file.name in ("vocab.json", "merges.txt", "vocab.txt"):
+            if file.is_file() and ("token" in file.name or file.name in _TOKENIZER_FILES):
                 shutil.copy2(file, partial / file.name)
         sync_tree(partial)
         if out.is_dir():
             out.rmdir()
         partial.rename(out)
         sync(out.parent)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise RunError(f"the model cannot be written to {out}: {error}") from error
     finally:
         model.config.use_cache = False

@@ -45,7 +45,7 @@ def load_tokenizer(name: str) -> Tokenizer:
     try:
         # The folder may come from elsewhere: code in it is never run, and no question about it is asked on the terminal.
         tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # of any kind: transformers and tokenizers do not check what they read
         raise UsageError(
             f"data.tokenizer folder {folder} holds no tokenizer that transformers can load: {first_line(error)}"
         ) from error

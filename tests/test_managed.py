@@ -429,7 +429,7 @@ def test_a_forward_in_which_no_region_ran_warns_once(model, tokens):
             model(tokens, labels=tokens)
 
 
-@pytest.mark.parametrize("policy", [{"": "offload"}, {"model": "recompute"}], ids=str)
+@pytest.mark.parametrize("policy", [{"": "offload"}, {"": "recompute"}, {"model": "recompute"}], ids=str)
 def test_regions_around_the_base_model_do_run(policy, model, tokens):
     with no_warnings(), forebay.manage(model, policy):
         for _ in range(2):

@@ -550,6 +550,8 @@ def _watch_base_model(model: nn.Module, sites: Mapping[str, CallSite], manager: 
     def around(inner: InnerForward) -> ForwardFn:
         def run(self: Any, *args: Any, **kwargs: Any) -> Any:
             nonlocal warned, seen
+            if torch._C._current_graph_task_id() != -1:
+                return inner(*args, **kwargs)  # in a backward: a region around the base model runs again
             begun = 0 if warned else _calls(sites)  # another thread's forward may end in between, and count our calls
             device = next((p.device for p in self.parameters()), None)
             if device is not None:

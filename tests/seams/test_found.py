@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.nn.utils import parametrizations
+from torch.nn.utils import parametrizations, parametrize
 from transformers import DynamicCache
 
 import forebay
@@ -412,6 +412,29 @@ def test_weights_of_another_dtype_are_named(policy: Any) -> None:
     with pytest.raises(
         RuntimeError, match=r"weight .*is torch.float64 on cpu, and was torch.float32 on cpu .*after backward"
     ):
+        loss.backward()
+
+
+class _Symmetric(nn.Module):
+    """A parametrization that saves nothing for backward."""
+
+    def forward(self, weight: Tensor) -> Tensor:
+        return weight.triu() + weight.triu(1).T
+
+
+@pytest.mark.parametrize("policy", ["recompute", {"": "recompute"}], ids=str)
+@pytest.mark.parametrize("first", [True, False])
+def test_a_parametrization_that_comes_or_goes_before_backward_is_refused(policy: Any, first: bool) -> None:
+    model = net(nn.Linear(WIDTH, WIDTH), Mlp())
+    if first:
+        parametrize.register_parametrization(model.layers[0], "weight", _Symmetric())
+    forebay.manage(model, policy, min_bytes=1)
+    loss = model(rows()).square().mean()
+    if first:
+        parametrize.remove_parametrizations(model.layers[0], "weight", leave_parametrized=False)
+    else:
+        parametrize.register_parametrization(model.layers[0], "weight", _Symmetric())
+    with pytest.raises(RuntimeError, match=r"has become a (Parametrized)?Linear since .* after backward"):
         loss.backward()
 
 

@@ -30,10 +30,10 @@ def state_of(modules: Iterable[nn.Module], holder: nn.Module | None = None) -> S
     """
     found = [] if holder is None else _children(holder)
     for module in modules:
-        if isinstance(module._modules, dict):  # all but scripted modules
+        found += _children(module)
+        if isinstance(module._buffers, dict):
             hooked = module._forward_hooks or module._forward_pre_hooks
             found += [(module, name, vars(module)[name].copy()) for name in (_HOOKED if hooked else _PLAIN)]
-            found += _children(module)
         found += [(module, name, getattr(module, name)) for name in _MODES if _has(module, name)]
         if isinstance(scaling := vars(module).get("scaling"), dict):  # of PEFT's adapters by name
             found.append((module, "scaling", scaling.copy()))
@@ -43,9 +43,8 @@ def state_of(modules: Iterable[nn.Module], holder: nn.Module | None = None) -> S
 
 
 def _children(module: nn.Module) -> list[tuple[Any, str, Any]]:
-    # Trap: a parametrization is a child and a change of the class; PEFT's target_parameters undo both after each forward.
-    fixed = "parametrizations" in module._modules or not isinstance(module._modules, dict)
-    return [] if fixed else [(module, "_modules", module._modules.copy())]
+    children = module._modules
+    return [(module, "_modules", children.copy())] if isinstance(children, dict) else []  # none of a scripted module
 
 
 def _has(module: nn.Module, name: str) -> bool:

@@ -17,7 +17,6 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
-from torch.nn.utils import parametrize
 
 STATE = "_forebay"
 _BEFORE = "_forebay_before"  # the forward that an instance had before ours, if it had one; copied with the module
@@ -311,7 +310,7 @@ class ModuleCallSite:
 
     def wrap(self, wrapper: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
         def make(inner: InnerForward) -> ForwardFn:
-            current = wrapper(_SameParameters(self.module, inner))
+            current = wrapper(inner)
 
             def run(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
                 self.calls += 1
@@ -324,27 +323,3 @@ class ModuleCallSite:
     def restore(self) -> None:
         while self._remove:
             self._remove.pop()()
-
-
-class _SameParameters:
-    """A module's forward, which raises if a recomputation would run it without the parametrization of the first run.
-
-    PEFT's ``target_parameters`` parametrize a module for the time of its forward only. A rerun in backward would use the
-    parameters without the adapters.
-    """
-
-    def __init__(self, module: nn.Module, forward: Callable[..., Any]):
-        self._module, self._forward = module, forward
-        self._parametrized = False
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        now = parametrize.is_parametrized(self._module)
-        if torch._C._current_graph_task_id() == -1:  # not in a backward
-            self._parametrized = now
-        elif self._parametrized and not now:
-            raise RuntimeError(
-                f"{type(self._module).__name__} is to be recomputed, but its parameters are parametrized for the time of its "
-                "forward only (PEFT's target_parameters): place 'recompute' on the module around it, such as the decoder "
-                "layer's mlp, or call forebay.manage after get_peft_model"
-            )
-        return self._forward(*args, **kwargs)

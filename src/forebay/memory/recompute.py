@@ -104,6 +104,7 @@ class _RecomputedCall:
         self._attention = _cur_sdpa_kernel_backends()
         self._modules = [m for module in called for m in module.modules()]
         modules = self._modules
+        self._classes = [type(m) for m in modules]
         self._state, self._merged = state_of(modules, region.holder), merged_adapters(modules)
         self._weights = {(i, n): w for i, m in enumerate(modules) for n, w in m._parameters.items() if w is not None}
         self._kinds = [(w.dtype, w.device) for w in self._weights.values()]
@@ -169,6 +170,14 @@ class _RecomputedCall:
                 f"adapters were merged into weights that a recomputed {self._name} reads, or taken out of them, since its "
                 "forward: merge and unmerge adapters after backward"
             )
+        for module, kind in zip(self._modules, self._classes, strict=True):
+            if type(module) is not kind:
+                raise RuntimeError(
+                    f"a {kind.__name__}, which a recomputed {self._name} calls, has become a {type(module).__name__} since its "
+                    "forward: parametrize modules, and take parametrizations off, after backward. PEFT's target_parameters "
+                    "parametrize a module for the time of its forward only: place 'recompute' on the module around it, such as "
+                    "the decoder layer's mlp, or call forebay.manage after get_peft_model"
+                )
         # None in a backward within the first forward: it is not known yet what that writes.
         written = self._region.written
         for (key, weight), (dtype, device) in zip(self._weights.items(), self._kinds, strict=True):

@@ -1,8 +1,6 @@
 """Recomputed regions: results to the bit, what runs again, and how often ranks communicate."""
 
-from collections import Counter
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -12,32 +10,17 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 
 import forebay
 from forebay.memory.recompute import recomputed
-from forebay.moe.dispatch import NcclDispatcher, combine, dispatch
+from forebay.moe.dispatch import combine, dispatch
 from forebay.moe.experts import experts
 from tests.models.conftest import build_tiny
+from tests.moe.layers import CountedDispatcher
 from tests.ranks import run_ranks
 
 MODES = ("full", "save-dispatch")
 T, H, E, K, INNER = 6, 16, 4, 2, 8
 
 
-class Counted(NcclDispatcher):
-    """Counts what it is asked to do: combine and the gradient of dispatch are both `collect`."""
-
-    def __init__(self, *args: Any):
-        super().__init__(*args)
-        self.calls: Counter[str] = Counter()
-
-    def dispatch(self, *args: Any) -> Any:
-        self.calls["dispatch"] += 1
-        return super().dispatch(*args)
-
-    def collect(self, rows: Tensor, narrow: Tensor | None, *args: Any) -> Any:
-        self.calls["combine" if narrow is None else "gradient of dispatch"] += 1
-        return super().collect(rows, narrow, *args)
-
-
-def layer(dispatcher: Counted, rank: int, tail: bool) -> tuple[Callable[..., Tensor], list[Tensor]]:
+def layer(dispatcher: CountedDispatcher, rank: int, tail: bool) -> tuple[Callable[..., Tensor], list[Tensor]]:
     """A region with both communications, and with an operation after combine that saves its output if `tail`."""
     g = torch.Generator().manual_seed(rank)
     ids = torch.rand(T, E, generator=g).argsort(1)[:, :K]
@@ -54,7 +37,7 @@ def layer(dispatcher: Counted, rank: int, tail: bool) -> tuple[Callable[..., Ten
 
 
 def on_two_ranks(rank: int, world: int) -> None:
-    dispatcher = Counted(dist.group.WORLD, E)
+    dispatcher = CountedDispatcher(dist.group.WORLD, E)
     for tail in (False, True):
         forward, trained = layer(dispatcher, rank, tail)
         plain = forward(*trained)

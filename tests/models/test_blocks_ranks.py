@@ -1,5 +1,6 @@
 """Every family with its experts spread over gloo ranks, against one process; and what placements may change: nothing."""
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from forebay.moe.dispatch import NcclDispatcher
 from forebay.policy import PolicyError
 from tests.conftest import stop_codegen
 from tests.models.conftest import FAMILIES, VOCABULARY, build_tiny
+from tests.moe.layers import CountedDispatcher
 from tests.ranks import run_ranks
 
 BATCH, SEQUENCE = 4, 6
@@ -72,36 +74,20 @@ def test_gradients_are_those_of_one_process(world: int, names: list[str]) -> Non
         assert all(error <= 2e-6 for error in worst.values()), (rank, worst)
 
 
-class Counting(NcclDispatcher):
-    """Counts what travels in a step: dispatch and combine, and their gradients (spread for combine, collect for both)."""
-
-    def __init__(self, *args: Any):
-        super().__init__(*args)
-        self.dispatched = self.summed = 0
-
-    def dispatch(self, *args: Any) -> Any:
-        self.dispatched += 1
-        return super().dispatch(*args)
-
-    def collect(self, *args: Any) -> Any:
-        self.summed += 1
-        return super().collect(*args)
-
-
-def communication(rank: int, world: int, compile: bool) -> dict[str, tuple[int, int]]:
+def communication(rank: int, world: int, compile: bool) -> dict[str, Counter[str]]:
     """How often rows were dispatched and summed in a step of one MoE layer, by recompute mode; loss and gradients are equal."""
     stop_codegen()
     ids, labels = tokens()
     mine = slice(rank * BATCH // world, (rank + 1) * BATCH // world)
     model = build_tiny("qwen3_moe", num_hidden_layers=1, mlp_only_layers=[])
-    dispatcher = Counting(dist.group.WORLD, experts_of(model))
+    dispatcher = CountedDispatcher(dist.group.WORLD, experts_of(model))
     keep_local_experts(model, dispatcher)
     counts, results = {}, []
     for mode in ("light", "full", "save-dispatch"):
         with manage(model, {"*.mlp": "recompute"}, recompute=mode, dispatcher=dispatcher, compile=compile):
-            dispatcher.dispatched = dispatcher.summed = 0
+            dispatcher.calls.clear()
             results.append(gradients(model, ids[mine], labels[mine]))
-            counts[mode] = dispatcher.dispatched, dispatcher.summed
+            counts[mode] = dispatcher.calls.copy()
     loss, wanted = results[0]
     for its_loss, got in results[1:]:
         assert its_loss == loss and all(torch.equal(got[n], wanted[n]) for n in wanted)
@@ -110,8 +96,9 @@ def communication(rank: int, world: int, compile: bool) -> dict[str, tuple[int, 
 
 @pytest.mark.parametrize("compile", [False, True])
 def test_recompute_modes_repeat_what_they_say(compile: bool) -> None:
-    # Summed: combine, and the gradient of dispatch. An early stop comes before combine is repeated.
-    expected = {"light": (1, 2), "full": (2, 2), "save-dispatch": (1, 2)}
+    once = {"dispatch": 1, "combine": 1, "gradient of dispatch": 1}
+    # An early stop comes before combine is repeated.
+    expected = {"light": once, "full": {**once, "dispatch": 2}, "save-dispatch": once}
     assert run_ranks(communication, 2, compile) == [expected] * 2
 
 

@@ -1,11 +1,12 @@
 """A small expert-parallel layer for the tests of the dispatchers: shapes, inputs of each rank, results and gradients."""
 
+from collections import Counter
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from forebay.moe.dispatch import TokenDispatcher, combine, dispatch
+from forebay.moe.dispatch import NcclDispatcher, TokenDispatcher, combine, dispatch
 from forebay.moe.experts import experts
 
 E, K, H, INNER = 8, 3, 16, 8
@@ -36,6 +37,22 @@ class Group:
 
 def group(size: int = 2) -> Any:
     return Group(size)
+
+
+class CountedDispatcher(NcclDispatcher):
+    """Counts what it is asked to do: combine and the gradient of dispatch are both `collect`."""
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        self.calls: Counter[str] = Counter()
+
+    def dispatch(self, *args: Any) -> Any:
+        self.calls["dispatch"] += 1
+        return super().dispatch(*args)
+
+    def collect(self, rows: Tensor, narrow: Tensor | None, *args: Any) -> Any:
+        self.calls["combine" if narrow is None else "gradient of dispatch"] += 1
+        return super().collect(rows, narrow, *args)
 
 
 def inputs(

@@ -117,7 +117,6 @@ def check_bitwise(group: Any, nccl: NcclDispatcher) -> bool:
             fine &= equal
     ours.check()
     exact.check()
-    fine &= ours.live_handles == exact.live_handles == nccl.live_handles == 0
     ours.close()
     exact.close()
     return all_true(fine)

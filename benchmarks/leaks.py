@@ -2,7 +2,7 @@
 
 A layer is dispatch, experts, combine. For each way and dispatcher, the worst of all ranks:
 
-    live handles    after the rounds, by weak references to their memory (`TokenDispatcher.live_handles`)
+    live handles    after the rounds, by weak references to their memory
     live tensors    the same for what dispatch, the experts and combine returned
     growth bytes    since a warm-up: on a GPU by the allocator, on a CPU of all tensors that the garbage collector knows
     crash           whether it raised
@@ -53,9 +53,11 @@ class Layer:
     down: Tensor
     dy: Tensor
     made: list[StorageWeakRef] = field(default_factory=list)
+    handles: list[StorageWeakRef] = field(default_factory=list)
 
     def __call__(self, x: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, fails: bool = False) -> Tensor:
         sent = dispatch(x, self.ids, weights, self.dispatcher)
+        self.handles.extend(StorageWeakRef(t.untyped_storage()) for t in sent.handle.tensors[:1])
         y_rows = experts(sent.rows, sent.ids, sent.weights, gate_up, down, max_rows=sent.max_rows)
         # With one rank, rows and weights are the arguments.
         self.watch(t for t in (sent.rows, sent.weights, y_rows) if t is not x and t is not weights)
@@ -69,6 +71,11 @@ class Layer:
         """Count `tensors` as live until their memory is freed, whether Python or a graph holds it."""
         self.made[:] = [r for r in self.made if not r.expired()]
         self.made.extend(StorageWeakRef(t.untyped_storage()) for t in tensors)
+
+    @property
+    def live_handles(self) -> int:
+        self.handles[:] = [r for r in self.handles if not r.expired()]
+        return len(self.handles)
 
     @property
     def live_tensors(self) -> int:
@@ -214,7 +221,7 @@ def left_over(layer: Layer, before: int) -> tuple[int, int, int]:
     gc.collect()
     deadline = time.monotonic() + 1.0
     while True:
-        found = (layer.dispatcher.live_handles, layer.live_tensors, held_bytes(layer) - before)
+        found = (layer.live_handles, layer.live_tensors, held_bytes(layer) - before)
         if not any(found) or time.monotonic() > deadline:
             return found
         time.sleep(0.01)

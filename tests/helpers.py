@@ -1,4 +1,4 @@
-"""What tests ask of stores, pools and autograd beyond their own interface, streams that are kept busy, and TOML."""
+"""What tests ask of stores, pools, dispatchers and autograd beyond their own interface, streams that are kept busy, and TOML."""
 
 import gc
 import warnings
@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 
 def used_bytes(pool: Any) -> int:
@@ -53,6 +54,22 @@ def storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
 def toml_table(values: Mapping[str, object]) -> str:
     """An inline table of numbers."""
     return "{" + ", ".join(f"{key} = {value}" for key, value in values.items()) + "}"
+
+
+def count_handles(dispatcher: Any) -> Callable[[], int]:
+    """Counts the handles of all dispatches from now on that are alive anywhere. With None as dispatcher there are none."""
+    made: list[StorageWeakRef] = []
+    if dispatcher is None:
+        return lambda: 0
+    dispatch = dispatcher.dispatch
+
+    def counted(*args: Any) -> Any:
+        results = dispatch(*args)
+        made.extend(StorageWeakRef(t.untyped_storage()) for t in results[3][:1])
+        return results
+
+    dispatcher.dispatch = counted
+    return lambda: sum(not ref.expired() for ref in made)
 
 
 def delayed(lane: Any, cycles: int) -> Callable[[], None]:

@@ -13,6 +13,7 @@ from forebay.models.hf_experts import keep_local_experts
 from forebay.moe.dispatch import NcclDispatcher
 from forebay.policy import PolicyError
 from tests.conftest import stop_codegen
+from tests.helpers import count_handles
 from tests.models.conftest import FAMILIES, VOCABULARY, build_tiny
 from tests.moe.layers import CountedDispatcher
 from tests.ranks import run_ranks
@@ -46,6 +47,7 @@ def errors_of(rank: int, world: int, family: str) -> float:
         _, wanted = gradients(whole, ids, labels)
     model = build_tiny(family)
     dispatcher = NcclDispatcher(dist.group.WORLD, experts_of(model))
+    handles = count_handles(dispatcher)
     keep_local_experts(model, dispatcher)
     mine = slice(rank * BATCH // world, (rank + 1) * BATCH // world)
     with manage(model, dispatcher=dispatcher):
@@ -59,7 +61,7 @@ def errors_of(rank: int, world: int, family: str) -> float:
         else:
             dist.all_reduce(gradient)
         worst = max(worst, float((gradient - target).abs().max()) / max(float(target.abs().max()), 1e-30))
-    assert dispatcher.live_handles == 0
+    assert handles() == 0
     return worst
 
 
@@ -107,6 +109,7 @@ def compare_placements(rank: int, world: int) -> list[str]:
     mine = slice(rank * BATCH // world, (rank + 1) * BATCH // world)
     model = build_tiny("deepseek_v3")
     dispatcher = NcclDispatcher(dist.group.WORLD, experts_of(model))
+    handles = count_handles(dispatcher)
     keep_local_experts(model, dispatcher)
     results = {}
     kinds: list[tuple[Any, str]] = [("keep", "light"), ("offload", "light")]
@@ -118,7 +121,7 @@ def compare_placements(rank: int, world: int) -> list[str]:
                 found = gradients(model, ids[mine], labels[mine])
             assert memory.manager.store.live_tickets == 0
         results[f"{policy} {mode}"] = found
-        assert dispatcher.live_handles == 0, (policy, mode)
+        assert handles() == 0, (policy, mode)
     loss, wanted = results["keep light"]
     return [
         f"{kind}: {name}"

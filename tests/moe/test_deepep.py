@@ -14,6 +14,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from forebay.moe.deepep import DeepEpDispatcher
 from forebay.moe.dispatch import ALIGNMENT, NcclDispatcher, TokenDispatcher, combine, dispatch
+from tests.helpers import count_handles
 from tests.moe.layers import CASES, E, H, K, equal, group, inputs, layer, relative
 from tests.ranks import run_ranks
 
@@ -155,12 +156,13 @@ def compare(rank: int, world: int) -> dict[str, Any]:
     sys.modules["deep_ep"] = stand_in()
     ours, nccl = DeepEpDispatcher(dist.group.WORLD, E, hidden=H), NcclDispatcher(dist.group.WORLD, E)
     found: dict[str, Any] = {"sms": Buffer.num_sms, "equal": [], "close": []}
+    handles = count_handles(ours)
     for seed, (tokens, kind) in enumerate(CASES):
         given = inputs(rank, tokens[rank], kind, seed, torch.bfloat16)
         found["equal"].append(equal(traveled(given, ours), traveled(given, nccl)))
         pairs = zip(layer(ours, given), layer(nccl, given), strict=True)
         found["close"].append([relative(a.double(), b.double()) for a, b in pairs])
-    found["alive"] = ours.live_handles
+    found["alive"] = handles()
     ours._buffer.calls.clear()
     given = inputs(rank, 5, "random", 0, torch.bfloat16)
     layer(ours, given)

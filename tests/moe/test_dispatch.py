@@ -28,6 +28,7 @@ from forebay.moe.dispatch import (
     dispatch,
 )
 from forebay.moe.experts import experts
+from tests.helpers import count_handles
 from tests.moe.layers import CASES, INNER, E, H, K, equal, group, inputs, layer, relative
 from tests.ranks import run_ranks
 
@@ -115,6 +116,7 @@ def strided(t: Tensor) -> Tensor:
 
 def odd_inputs(rank: int, world: int) -> dict[str, Any]:
     dispatcher = NcclDispatcher(dist.group.WORLD, E)
+    handles = count_handles(dispatcher)
     found: dict[str, Any] = {}
     for seed, (dtype, weights) in enumerate(DTYPES):
         given = inputs(rank, (9, 6)[rank], "random", seed, dtype)
@@ -157,7 +159,7 @@ def odd_inputs(rank: int, world: int) -> dict[str, Any]:
     torch.library.opcheck(torch.ops.forebay.collect.default, (rows.detach(), sent.weights, handle, len(x), dispatcher))
     found["received"] = [rows.shape[0] == ALIGNMENT]
     del sent, rows, handle
-    found["handles"] = [dispatcher.live_handles == 0]
+    found["handles"] = [handles() == 0]
     return found
 
 
@@ -203,6 +205,7 @@ def test_the_host_waits_once_a_layer() -> None:
 def held_by_collectives(rank: int, world: int) -> list[int]:
     """Live handles of graphs that were dropped, while someone holds the tensors that every collective was given."""
     dispatcher, held, original = NcclDispatcher(dist.group.WORLD, E), [], dist.all_to_all_single
+    handles = count_handles(dispatcher)
 
     def holding(out: Tensor, given: Tensor, *splits: Any, **more: Any) -> Any:
         held.append((out, given))
@@ -214,9 +217,9 @@ def held_by_collectives(rank: int, world: int) -> list[int]:
     for combined in (False, True):
         sent = dispatch(given["x"].requires_grad_(), given["ids"], given["w"].requires_grad_(), dispatcher)
         y = combine(sent.rows, sent.handle) if combined else None
-        alive.append(dispatcher.live_handles)
+        alive.append(handles())
         del sent, y
-        alive.append(dispatcher.live_handles)
+        alive.append(handles())
     return [*alive, len(held)]
 
 
@@ -234,6 +237,7 @@ WITHOUT = ["no_grad", "exception between"]
 def expert_parallel(rank: int, world: int) -> list[list[float]]:
     """For each case the largest relative errors of y and all gradients."""
     dispatcher, found = NcclDispatcher(dist.group.WORLD, E), []
+    handles = count_handles(dispatcher)
     for seed, (tokens, kind) in enumerate(CASES):
         tokens = tokens[:world]
         ranks = [inputs(p, n, kind, seed) for p, n in enumerate(tokens)]
@@ -244,9 +248,9 @@ def expert_parallel(rank: int, world: int) -> list[list[float]]:
         wanted = [*(t[at] for t in truth[:4]), *(t[mine] for t in truth[4:])]
         found.append([relative(a, b) for a, b in zip(layer(dispatcher, ranks[rank]), wanted, strict=True)])
         sent = dispatch(ranks[rank]["x"], ranks[rank]["ids"], ranks[rank]["w"], dispatcher)
-        assert dispatcher.live_handles == 1 and sent.handle.tensors
+        assert handles() == 1 and sent.handle.tensors
         del sent
-        assert dispatcher.live_handles == 0
+        assert handles() == 0
     return found
 
 

@@ -15,6 +15,7 @@ from forebay.moe.backends import Topology, make_dispatcher, node_name
 from forebay.moe.dispatch import NcclDispatcher, TokenDispatcher, combine, dispatch
 from forebay.moe.experts import experts
 from forebay.moe.hierarchical import HierarchicalDispatcher
+from tests.helpers import count_handles
 from tests.moe.layers import CASES, INNER, E, H, K, equal, inputs, layer, relative
 from tests.moe.test_symmetric import MappedDispatcher, ranks_or_skip
 from tests.pipeline import nets
@@ -37,6 +38,7 @@ def against_flat(rank: int, world: int) -> list[dict[str, Any]]:
     """Errors against the flat dispatcher, and rows between nodes in each of a layer's four transfers."""
     flat, ours = NcclDispatcher(dist.group.WORLD, E), made()
     assert isinstance(ours, HierarchicalDispatcher)
+    of_ours, of_flat = count_handles(ours), count_handles(flat)
     node, found = rank // (world // 2), []
     crossed: list[int] = []  # rows of each transfer between nodes
     original = dist.all_to_all_single
@@ -63,11 +65,11 @@ def against_flat(rank: int, world: int) -> list[dict[str, Any]]:
                 "needed": int(nodes_of(given["ids"])[:, 1 - node].sum()),
                 "crossed": crossed.copy(),
                 "flat": sum(n for p, n in enumerate(to) if p // (world // 2) != node),
-                "handles": [ours.live_handles],
+                "handles": [of_ours()],
             }
         )
         del sent, flat_sent
-        found[-1]["handles"] += [ours.live_handles, flat.live_handles]
+        found[-1]["handles"] += [of_ours(), of_flat()]
         crossed.clear()
     ours.close()
     return found
@@ -111,12 +113,13 @@ def under_way(rank: int, world: int) -> dict[str, Any]:
     found["exceptions"] = all(breaks_and_recovers(nets.Net(dispatcher, MIXED), nets.tokens(4, rank)))
     given = inputs(rank, 7, "random", 0, torch.float64)
     ours = made()
+    handles = count_handles(ours)
     x = given["x"].requires_grad_()
     sent = dispatch(x, given["ids"], given["w"].requires_grad_(), ours)
     y = combine(sent.rows, sent.handle)
-    alive = ours.live_handles
+    alive = handles()
     del sent, y
-    found["dropped"] = (alive, ours.live_handles) == (1, 0)
+    found["dropped"] = (alive, handles()) == (1, 0)
     return found
 
 

@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from forebay.moe.dispatch import LocalDispatcher, NcclDispatcher
+from tests.helpers import count_handles
 from tests.pipeline.nets import CPU, Dense, E, H, Moe, Net, Overlapped, equal, tokens
 from tests.ranks import run_ranks
 
@@ -31,7 +32,6 @@ def agrees(net: Net, microbatches: list[Tensor], added: Any = routers, **setting
 def test_one_rank_is_bitwise_plain_autograd(kinds: str, count: int) -> None:
     net = Net(LocalDispatcher(E), kinds)
     assert agrees(net, tokens(count)) and agrees(net, tokens(count), None, weights=net.store)
-    assert net.dispatcher.live_handles == 0
 
 
 def test_embeddings_that_are_frozen_or_the_head() -> None:
@@ -49,7 +49,7 @@ def breaks_and_recovers(net: Net, microbatches: list[Tensor]) -> list[bool]:
     """For an exception in each kind of stage, with two microbatches under way: is nothing left, does a step work afterwards."""
     net.sequential(microbatches, routers)
     grads = net.take_gradients()
-    good, dispatcher = [], net.dispatcher
+    good, alive = [], count_handles(net.dispatcher)
     layer = next(m for m in net.layers if isinstance(m, Moe))
     where, forwards = "", 0
 
@@ -64,11 +64,11 @@ def breaks_and_recovers(net: Net, microbatches: list[Tensor]) -> list[bool]:
         forwards = 0
         with pytest.raises(ArithmeticError):
             step.run(microbatches)
-        good.append(forwards == ended and dispatcher.live_handles == 0 and not step.context._deferred)
+        good.append(forwards == ended and alive() == 0 and not step.context._deferred)
         layer.broken, where = "", ""
         net.take_gradients()
         step.run(microbatches)
-        good.append(equal(net.take_gradients(), grads) and dispatcher.live_handles == 0)
+        good.append(equal(net.take_gradients(), grads) and alive() == 0)
     return good
 
 
@@ -78,21 +78,22 @@ def test_an_exception_leaves_nothing_behind_on_one_rank() -> None:
 
 def two_ranks(rank: int, world: int) -> dict[str, Any]:
     dispatcher = NcclDispatcher(dist.group.WORLD, E)
+    handles = count_handles(dispatcher)
     found: dict[str, Any] = {}
     for kinds, count in ((MIXED, 1), (MIXED, 2), (MIXED, 3), (MIXED, 4), ("mm", 3), ("m", 2)):
         found[f"{kinds} {count}"] = agrees(Net(dispatcher, kinds), tokens(count, rank))
     found["uneven"] = agrees(Net(dispatcher, MIXED), tokens(3, rank, batch=1 + 2 * rank))
     found["tied"] = agrees(Net(dispatcher, MIXED, tied=True), tokens(1, rank))
     found["no routers"] = agrees(Net(dispatcher, MIXED), tokens(3, rank), None)
-    found["handles"] = dispatcher.live_handles == 0
+    found["handles"] = handles() == 0
     alive: list[int] = []
 
     def counting(outputs: list[tuple[Tensor, Tensor]]) -> Tensor:
-        alive.append(dispatcher.live_handles)
+        alive.append(handles())
         return routers(outputs)
 
     Net(dispatcher, "mmm").overlapped(routers=counting).run(tokens(3, rank))
-    found["handles under way"] = alive == [3, 3, 3] and dispatcher.live_handles == 0
+    found["handles under way"] = alive == [3, 3, 3] and handles() == 0
     found["exceptions"] = all(breaks_and_recovers(Net(dispatcher, MIXED), tokens(4, rank)))
     return found
 

@@ -22,7 +22,7 @@ from forebay.moe.dispatch import LocalDispatcher, NcclDispatcher, TokenDispatche
 from forebay.pipeline.p2p import DistLinks, Links, Message, Packet, neighbors
 from forebay.pipeline.runtime import PipelineRuntime, Stage, StageBalance
 from forebay.pipeline.schedule import Action, PipelinePlan, forward_plan, make_plan
-from tests.helpers import no_collector
+from tests.helpers import count_handles, no_collector
 from tests.pipeline.nets import CPU, E, H, K, Moe, Net, equal, like, tokens
 from tests.ranks import run_ranks
 
@@ -259,7 +259,7 @@ def test_a_forward_alone(name: str) -> None:
 
 def lifetimes(net: WatchedNet, plan: PipelinePlan, rank: int, links: Links | None) -> list[str]:
     """The tensors that live too long or too short in one step."""
-    runtime = net.runtime(plan, rank, links)
+    runtime, handles = net.runtime(plan, rank, links), count_handles(net.dispatcher)
     travels, wrong = net.dispatcher.size > 1, []
     for layer in net.watched():
         layer.patient = travels
@@ -284,8 +284,8 @@ def lifetimes(net: WatchedNet, plan: PipelinePlan, rank: int, links: Links | Non
     deadline = time.monotonic() + 2.0
     while travels and net.alive() and time.monotonic() < deadline:
         time.sleep(0.001)
-    if net.alive() or runtime.context._deferred or net.dispatcher.live_handles:
-        wrong.append(f"{net.alive()} tensors, {net.dispatcher.live_handles} handles are left")
+    if net.alive() or runtime.context._deferred or handles():
+        wrong.append(f"{net.alive()} tensors, {handles()} handles are left")
     return sorted(set(wrong))
 
 
@@ -333,6 +333,7 @@ def four_ranks(rank: int, world: int) -> dict[str, bool]:
     experts_group, _ = dist.new_subgroups_by_enumeration([[0, 1], [2, 3]])
     pipeline, _ = dist.new_subgroups_by_enumeration([[0, 2], [1, 3]])
     dispatcher, pp_rank = NcclDispatcher(experts_group, E), rank // 2
+    handles = count_handles(dispatcher)
     microbatches, found = tokens(COUNT, dispatcher.rank), {}
     net = Net(dispatcher, KINDS)
     expected = net.sequential(microbatches)
@@ -348,7 +349,7 @@ def four_ranks(rank: int, world: int) -> dict[str, bool]:
         with no_collector():
             for wrong in lifetimes(WatchedNet(dispatcher, "wdww"), plan, pp_rank, links):
                 found[f"{name}: {wrong}"] = False
-    found["handles"] = dispatcher.live_handles == 0
+    found["handles"] = handles() == 0
     return found
 
 

@@ -23,6 +23,7 @@ from forebay.moe.dispatch import Handle, NcclDispatcher
 from forebay.train.capacity_retry import CapacityRetries, CapacityRetry
 from forebay.train.distributed import ALONE, Mesh
 from forebay.train.trainer import Trainer
+from tests.helpers import count_handles
 from tests.ranks import run_ranks
 from tests.train.common import CPU, GLM, MODEL, differing, state_of
 
@@ -108,6 +109,7 @@ def trained(config: Config, narrowed: bool) -> tuple[dict[str, Tensor], list[flo
         Trainer(config, mesh) as trainer,
     ):
         dispatcher, dispatches = trainer.dispatcher, 0
+        handles = count_handles(dispatcher)
         figures, why = [], []
         for step in range(1, STEPS + 1):
             if isinstance(dispatcher, NarrowDispatcher):
@@ -121,7 +123,7 @@ def trained(config: Config, narrowed: bool) -> tuple[dict[str, Tensor], list[flo
                 assert dispatcher.count == dispatches * (2 if record.retry else 1), (step, dispatcher.count, dispatches)
             figures += [record.cross_entropy_loss, record.load_balance_loss, record.gradient_norm]
             why.append(record.retry)
-        assert dispatcher is None or dispatcher.live_handles == 0
+        assert handles() == 0
         return all_state(trainer), figures, why
 
 

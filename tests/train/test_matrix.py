@@ -26,6 +26,7 @@ from forebay.train.checkpoint import Checkpoints
 from forebay.train.data import Batch
 from forebay.train.distributed import ALONE, Mesh
 from forebay.train.trainer import IGNORE, Trainer
+from tests.helpers import count_handles
 from tests.ranks import run_ranks
 from tests.train.common import DEEPSEEK, DENSE, GLM, WIDE, config, digests, local, union, whole, write_text
 
@@ -236,6 +237,7 @@ def on_a_rank(rank: int, world: int, folder: str, row: Row) -> dict[str, Any]:
         settings = settings_of(folder, row, False, **memory)
         with Mesh.open(settings) as mesh, Trainer(settings, mesh) as trainer:
             mask_some(trainer)
+            handles = count_handles(trainer.dispatcher)
             if trainer.pipeline is not None:
                 plans.add(trainer.pipeline.plan.actions[mesh.pp_rank])
             for number in STEPS:
@@ -245,7 +247,7 @@ def on_a_rank(rank: int, world: int, folder: str, row: Row) -> dict[str, Any]:
                     wrong += far_from(wanted.steps[number - 1], losses, grads)
                 else:
                     wrong += [f"{name}, step {number}: {w}" for w in differences(kept[number - 1], losses, grads)]
-                wrong += [f"{name}, step {number}: {w}" for w in left_behind(trainer, mesh, memory)]
+                wrong += [f"{name}, step {number}: {w}" for w in left_behind(trainer, mesh, handles())]
             wrong += [f"{name}: {w}" for w in not_as_configured(trainer, memory)]
             if name == "keep":
                 if trainer.evaluate() != pytest.approx(wanted.validation, rel=1e-6):
@@ -291,11 +293,11 @@ def differences(wanted: Any, losses: list[float], grads: dict[str, torch.Tensor]
     return wrong + [name for name, (got, want) in here.items() if not torch.equal(got, want)]
 
 
-def left_behind(trainer: Trainer, mesh: Mesh, memory: dict[str, Any]) -> list[str]:
+def left_behind(trainer: Trainer, mesh: Mesh, handles: int) -> list[str]:
     wrong = []
     if trainer.memory.manager.store.live_tickets:
         wrong.append(f"{trainer.memory.manager.store.live_tickets} tickets are left")
-    if trainer.dispatcher is not None and trainer.dispatcher.live_handles:
+    if handles:
         wrong.append("handles are left")
     pages = trainer.memory.pages
     if pages is not None and (pages.live_tickets or not pages.end_step().bytes_out):

@@ -22,7 +22,6 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._library.opaque_object import register_opaque_type
 from torch._opaque_base import OpaqueBase
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from forebay.kernels.permute import combine_rows
 from forebay.moe.routing import check_routed
@@ -69,7 +68,6 @@ class TokenDispatcher(OpaqueBase):
                 f"{', '.join(str(n) for n in range(1, num_experts + 1) if num_experts % n == 0)}"
             )
         self.rank, self.size, self.num_experts = rank, size, num_experts
-        self._handles: list[StorageWeakRef] = []
 
     def __deepcopy__(self, _: Any) -> TokenDispatcher:
         """Not copied: torch.compile copies its graphs, and a process group exists once."""
@@ -79,18 +77,6 @@ class TokenDispatcher(OpaqueBase):
     def local_experts(self) -> int:
         """E / P."""
         return self.num_experts // self.size
-
-    @property
-    def live_handles(self) -> int:
-        """Number of this dispatcher's handles that are alive anywhere."""
-        self._handles = [h for h in self._handles if not h.expired()]
-        return len(self._handles)
-
-    def watch(self, handle: Handle) -> None:
-        """Count `handle` as live until its memory is freed. Holds a weak reference."""
-        if len(self._handles) >= 1024:
-            self._handles = [h for h in self._handles if not h.expired()]
-        self._handles.append(StorageWeakRef(handle[0].untyped_storage()))
 
     @abstractmethod
     def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor, Handle]:
@@ -189,9 +175,6 @@ class LocalDispatcher(TokenDispatcher):
 
     def fake_handle(self, tokens: int, slots_per_token: int, device: torch.device) -> tuple[int | None, Handle]:
         return tokens, []
-
-    def watch(self, handle: Handle) -> None:
-        """A handle has no tensors."""
 
 
 class NcclDispatcher(TokenDispatcher):
@@ -381,9 +364,7 @@ def dispatch_op(
     x: Tensor, ids: Tensor, weights: Tensor, dispatcher: TokenDispatcher
 ) -> tuple[Tensor, Tensor, Tensor, list[Tensor]]:
     """See `TokenDispatcher.dispatch`."""
-    rows, local_ids, row_weights, handle = dispatcher.dispatch(x, ids, weights)
-    dispatcher.watch(handle)
-    return rows, local_ids, row_weights, handle
+    return dispatcher.dispatch(x, ids, weights)
 
 
 @dispatch_op.register_fake

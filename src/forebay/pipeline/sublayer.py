@@ -237,7 +237,7 @@ class Wire:
         """(rows [R, H], ids [R, K], weights [R, K], handle) for this rank's experts."""
         if self._local:
             return Pending((rows, ids, weights, []))
-        return self._context.launch(self._watched_dispatch, rows, ids, weights)
+        return self._context.launch(self._dispatcher.dispatch, rows, ids, weights)
 
     def max_rows(self, handle: Sequence[Tensor], rows: int, slots_per_token: int) -> int | None:
         """See `TokenDispatcher.max_rows`."""
@@ -261,11 +261,6 @@ class Wire:
             return Pending((d_rows, d_weights))
         args = d_rows.contiguous(), d_weights.contiguous(), handle, n_tokens, None
         return self._context.launch(self._dispatcher.collect, *args)
-
-    def _watched_dispatch(self, rows: Tensor, ids: Tensor, weights: Tensor) -> Any:
-        results = self._dispatcher.dispatch(rows, ids, weights)
-        self._dispatcher.watch(results[3])
-        return results
 
     def _sum(self, y_rows: Tensor, residual: Tensor, handle: Sequence[Tensor], shape: torch.Size) -> Tensor:
         return self._dispatcher.collect(y_rows, None, handle, residual.shape[0], residual)[0].view(shape)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from forebay.errors import UsageError, first_line
+from forebay.train.durable import digest_of
 
 BYTES_END = 256  # end of document, the only special token of the "bytes" tokenizer
 
@@ -63,11 +64,6 @@ def hash_files(files: Iterable[Path]) -> str:
     """Hash of the files' contents in their order, without names and times."""
     total = hashlib.sha256()
     with ThreadPoolExecutor() as pool:  # hashing releases the interpreter's lock
-        for digest in pool.map(_hash_file, files):
-            total.update(digest)
+        for digest in pool.map(digest_of, files):
+            total.update(bytes.fromhex(digest))
     return total.hexdigest()
-
-
-def _hash_file(file: Path) -> bytes:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").digest()

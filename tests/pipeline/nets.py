@@ -164,8 +164,8 @@ class Overlapped:
 
     def run(self, microbatches: Sequence[Tensor]) -> Tensor:
         self.runtime.plan = overlap_plan(len(microbatches))
-        losses, ran = self.runtime.run(microbatches, like)
-        assert tuple(ran) == self.runtime.plan.actions[0] and losses is not None
+        losses = self.runtime.run(microbatches, like)
+        assert losses is not None
         return losses
 
 

@@ -71,11 +71,9 @@ def run(device: str, folder: Path) -> None:
         )
         with Mesh.open(settings) as mesh, Trainer(settings, mesh) as trainer:
             found = gradients_of_steps(trainer, BF16_STEPS if "bf16" in name else STEPS)
-            engine = trainer.pipeline if world > 1 else None
-            ran = engine is None or tuple(engine.ran) == engine.plan.actions[mesh.pp_rank]
             if trainer.cuda_graph is not None:
                 assert trainer.cuda_graph.is_captured, f"{name}: {trainer.cuda_graph.eager_reason}"
-        torch.save((found, ran), folder / f"{name}-{mesh.rank}.pt")
+        torch.save(found, folder / f"{name}-{mesh.rank}.pt")
 
 
 @pytest.mark.gpu
@@ -84,17 +82,16 @@ def test_pipelines_through_nccl(tmp_path: Path) -> None:
     folder = write_text(tmp_path, 2000)
     for world in (1, 2):
         torchrun(__file__, world, "cuda", folder, seconds=300)
-    wanted, _ = torch.load(tmp_path / "one process-0.pt")
+    wanted = torch.load(tmp_path / "one process-0.pt")
     for schedule in SCHEDULES:
         for rank in range(2):
-            keep, ran = torch.load(tmp_path / f"{schedule} keep-{rank}.pt")
-            assert ran, f"{schedule}: rank {rank} did not run its plan"
+            keep = torch.load(tmp_path / f"{schedule} keep-{rank}.pt")
             for one, other in (
                 ("keep", "offload"),
                 ("bf16", "bf16 keep in a graph"),
                 ("bf16", "bf16 offload in a graph"),
             ):
-                steps, same = (torch.load(tmp_path / f"{schedule} {name}-{rank}.pt")[0] for name in (one, other))
+                steps, same = (torch.load(tmp_path / f"{schedule} {name}-{rank}.pt") for name in (one, other))
                 assert_same_steps(same, steps, f"{schedule}, {other}, rank {rank}")
             assert_near_steps(keep, wanted, schedule)  # the router's loss is made stage by stage
 

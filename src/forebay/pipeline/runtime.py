@@ -254,7 +254,7 @@ class PipelineRuntime:
 
     def run(
         self, microbatches: Sequence[Any], like: Callable[[Any], Tensor], *, watcher: Watcher | None = None
-    ) -> tuple[Tensor | None, list[Action]]:
+    ) -> Tensor | None:
         """Run one step. Gradients are added to `.grad`.
 
         Args:
@@ -263,7 +263,7 @@ class PipelineRuntime:
             watcher: observes every action.
 
         Returns:
-            [M] losses of the epilogue, or None on ranks without it; and the actions as they ran.
+            [M] losses of the epilogue, or None on ranks without it.
 
         Raises:
             ValueError: the number of microbatches differs from the plan's.
@@ -271,7 +271,6 @@ class PipelineRuntime:
         if len(microbatches) != self.plan.microbatches:
             raise ValueError(f"the plan is for {self.plan.microbatches} microbatches, not {len(microbatches)}")
         step = _RuntimeStep(self, microbatches, like)
-        ran = []
         self.context.enter()
         try:
             for action in self.plan.actions[self.rank]:
@@ -281,7 +280,6 @@ class PipelineRuntime:
                 step.perform(action)
                 if watcher is not None:
                     watcher.ended(action)
-                ran.append(action)
             if self.links is not None:
                 self.links.finish()
         except BaseException:
@@ -290,8 +288,7 @@ class PipelineRuntime:
             raise
         finally:
             self.context.leave()
-        losses = torch.stack([step.losses[i] for i in sorted(step.losses)]) if step.losses else None
-        return losses, ran
+        return torch.stack([step.losses[i] for i in sorted(step.losses)]) if step.losses else None
 
 
 class _RuntimeStep:

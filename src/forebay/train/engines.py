@@ -31,7 +31,6 @@ from forebay.pipeline.runtime import Balance, LocalBalance, PipelineRuntime, Sta
 from forebay.pipeline.schedule import (
     BACKWARD_WEIGHT,
     FORWARD,
-    Action,
     PipelinePlan,
     forward_plan,
     make_plan,
@@ -77,7 +76,6 @@ class GradientEngine:
     Attributes:
         cuda_graph: the CUDA graph of a step; None if steps are always called.
         watcher: observes every action of the following steps, which are then called; None for no observer.
-        ran: actions of the last step that was called, in the order in which they ran.
 
     Raises:
         ValueError: see `CutModel`.
@@ -93,7 +91,6 @@ class GradientEngine:
         self._unsharded = UnshardedStep(parts.model, cut, parts.config.step.reshard)
         self._deferred = DeferredExperts(parts.model)
         self._deferred.store.sums = self._unsharded.expert_sum
-        self.ran: list[Action] = []
 
     def __call__(self, microbatches: Microbatches, count: Tensor | int, parts: int) -> tuple[Tensor, Tensor]:
         """Add the gradients of a step to the parameters'. With a CUDA graph, set gradients to None before each step.
@@ -156,7 +153,7 @@ class GradientEngine:
         work = [Microbatch(ids, labels, count) for ids, labels in microbatches]
         self._unsharded.begin(sum(ids.numel() for ids, _ in microbatches))
         with nullcontext() if self._router is None else self._router.counting():
-            losses, self.ran = self._runtime.run(work, self._cut.hidden, watcher=self.watcher)
+            losses = self._runtime.run(work, self._cut.hidden, watcher=self.watcher)
         self._unsharded.end(count)
         imbalance = self._finish()
         return losses.sum() if losses is not None else torch.zeros((), device=self._device), imbalance
@@ -290,7 +287,7 @@ class PipelinedGradients(GradientEngine):
             self._forward_runtime = self._runtime_of(forward_plan(self.plan))
         self._unsharded.gather()
         work = [Microbatch(ids, labels, 1) for ids, labels in microbatches]
-        losses, _ = self._forward_runtime.run(work, self._cut.hidden)
+        losses = self._forward_runtime.run(work, self._cut.hidden)
         if self._balance is not None:
             self._balance.take_losses()
         return losses.float().sum() if losses is not None else torch.zeros((), device=self._device)

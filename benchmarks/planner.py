@@ -35,7 +35,7 @@ from planner_measure import measure
 
 from forebay.config import from_mapping
 from forebay.estimate.device import DEFAULT, load
-from forebay.estimate.fit import headroom
+from forebay.estimate.fit import headroom, planning_error
 from forebay.estimate.layers import plan_layers
 from forebay.estimate.plan import fit_run
 from forebay.estimate.trace_cache import TraceCache
@@ -141,6 +141,15 @@ def tight(lines: list[dict[str, Any]]) -> dict[str, int]:
     }
 
 
+def error_of(entry: Entry) -> float:
+    """The share of the peak that a plan leaves for its own error."""
+    memory = entry.sections["memory"]
+    policy = memory["policy"]
+    return planning_error(
+        entry.gpus, bool(memory.get("compile")), {policy} if isinstance(policy, str) else set(policy.values())
+    )
+
+
 def verdicts(entries: dict[str, Entry], rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     """For runs under a limit: whether the plan says that they fit, and whether they ran."""
     found = []
@@ -150,7 +159,7 @@ def verdicts(entries: dict[str, Entry], rows: Iterable[dict[str, Any]]) -> list[
         entry = as_run(entries[row["name"]], row)
         plan, oom = planned(entry, skew_of(row, entry) if not row.get("error") else entry.skew), bool(row.get("oom"))
         # With the allowance for the plan's error that `forebay plan --budget` makes.
-        fits = headroom(plan["reserved"], row["limit"]) >= 0
+        fits = headroom(plan["reserved"], row["limit"], error_of(entry)) >= 0
         retries = max((rank.get("retries", 0) for rank in row["ranks"] if rank), default=0)
         found.append(
             {

@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 from common import GIB, environment, markdown, results_folder
-from planner import compared, on_gpus, planned, read, summary
+from planner import compared, error_of, on_gpus, planned, read, summary
 from planner_grid import POSITIONS, Entry
 from planner_measure import NO_TIME, TIMED, WARM, measure
 
@@ -467,7 +467,7 @@ def show(file: Path, device: str | None) -> None:
     print(markdown([{name: line[name] for name in shown} for line in lines]), end="\n\n")
     if lines:
         print(markdown(summary(lines, "kind")), end="\n\n")
-    for wrong in misfits(plans, rows):
+    for wrong in misfits(entries, plans, rows):
         print(f"said to fit, and does not: {wrong}")
     for row in rows:
         if not on_gpus(row):
@@ -479,20 +479,20 @@ def show(file: Path, device: str | None) -> None:
 _SHOWN = ("reserved", "allocated", "step s")
 
 
-def misfits(plans: dict[str, dict[str, Any]], rows: Sequence[dict[str, Any]]) -> list[str]:
+def misfits(entries: dict[str, Entry], plans: dict[str, dict[str, Any]], rows: Sequence[dict[str, Any]]) -> list[str]:
     """Runs that took more than the smallest budget that their plan is said to fit, or than the GPU had."""
     found = []
     for row in rows:
-        plan = plans[row["name"]]
+        plan, error = plans[row["name"]], error_of(entries[row["name"]])
         if row.get("oom"):
             found.append(f"{row['name']} is planned to reserve {plan['reserved'] / GIB:.2f} GiB: out of memory")
         if not on_gpus(row):
             continue
         for what, budget, took in (
-            ("reserve", least_budget(plan["reserved"]), max(rank["life_reserved"] for rank in row["ranks"])),
+            ("reserve", least_budget(plan["reserved"], error), max(rank["life_reserved"] for rank in row["ranks"])),
             (
                 "take from the GPU",
-                least_budget(max(rank["total"] for rank in plan["ranks"])),
+                least_budget(max(rank["total"] for rank in plan["ranks"]), error),
                 max(rank["life_reserved"] + rank["outside"] for rank in row["ranks"]),
             ),
         ):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from math import gcd
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ from forebay.config import Config, apply_override, check_experts, from_mapping, 
 from forebay.errors import UsageError, nearest
 from forebay.estimate.device import DEFAULT, DeviceProfile
 from forebay.estimate.device import load as load_device
-from forebay.estimate.fit import ALLOWANCE, ERROR, RankFit, largest_total
+from forebay.estimate.fit import RankFit, largest_total
 from forebay.estimate.layer_time import Clock
 from forebay.estimate.layers import SAME_HOST, LayerPlan, fast_path_of, shape_of, sharing_of
 from forebay.estimate.placement import Choice, Option, by_kind, sentences
@@ -198,11 +198,11 @@ class Fit:
         most = self.fullest
         what = f"the peak is {format_bytes(most.total)} on rank {most.rank}, at {most.where}"
         if self.budget is None:
-            return f"{what[0].upper()}{what[1:]}, to within {100 * ERROR:.0f} %; give --budget for a verdict."
+            return f"{what[0].upper()}{what[1:]}, to within {100 * most.error:.0f} %; give --budget for a verdict."
         room = most.headroom(self.budget)
         if room >= 0:
-            return f"Fits {format_bytes(self.budget)} with {format_bytes(room)} to spare, {ALLOWANCE}: {what}."
-        return f"Does not fit {format_bytes(self.budget)}, {format_bytes(-room)} are missing, {ALLOWANCE}: {what}."
+            return f"Fits {format_bytes(self.budget)} with {format_bytes(room)} to spare, {most.allowance}: {what}."
+        return f"Does not fit {format_bytes(self.budget)}, {format_bytes(-room)} are missing, {most.allowance}: {what}."
 
     def placements(self) -> list[dict[str, Any]]:
         """By placement: number of sublayers, bytes that they save for one microbatch, and bytes that are held."""
@@ -220,7 +220,7 @@ class Fit:
             "budget_bytes": self.budget,
             "fits": self.fits,
             "verdict": self.verdict(),
-            "error": ERROR,
+            "error": self.fullest.error,
             "ranks": [
                 {
                     **asdict(rank),
@@ -401,7 +401,7 @@ def _estimator(
         # Chosen placements may offload nothing: then weight gradients wait as the schedule says.
         early = c.weights_early and auto is None
         actions = traces.actions(p.schedule, p.pp, plan.microbatches, p.chunks, early)
-    return RunEstimator(
+    run = RunEstimator(
         c,
         plan,
         facts.weights,
@@ -414,8 +414,9 @@ def _estimator(
         clock=Clock.of(device or load_device(DEFAULT), c, routing, sharing),
         actions=actions,
         budget=budget,
-        auto=None if auto is None else largest_total(auto),
-    ), notes
+        auto=auto,
+    )
+    return (run if auto is None else replace(run, auto=largest_total(auto, run.error))), notes
 
 
 def _dispatcher_bytes(config: Config, text: Any, shape: Shape, sharing: Sharing) -> int:

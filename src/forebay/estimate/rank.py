@@ -14,7 +14,7 @@ from math import inf
 
 from forebay.config import Config
 from forebay.estimate.allocator import ROLES
-from forebay.estimate.fit import RankFit, largest_total
+from forebay.estimate.fit import RankFit, largest_total, planning_error
 from forebay.estimate.fsdp import least_bytes, param_groups
 from forebay.estimate.layer_time import Clock, KernelTime, LayerTimer
 from forebay.estimate.layers import LayerPlan
@@ -120,6 +120,12 @@ class RunEstimator:
         return 0.0 if self.config.step.graph else self.clock.device.at("launch")
 
     @property
+    def error(self) -> float:
+        """See `forebay.estimate.fit`. Placements that are chosen for a plan may offload."""
+        chosen = ("auto",) if self.config.memory.policy == "auto" else ("offload",) * (self.auto is not None)
+        return planning_error(self.sharing.world, self.config.memory.compile, {*self.placements.values(), *chosen})
+
+    @property
     def chooses(self) -> bool:
         return self.auto is not None or self.config.memory.policy == "auto"
 
@@ -180,7 +186,7 @@ class RunEstimator:
         cached = walked.reserved - walked.peak.allocated if self.sharing.gpu else 0
         other = outside_bytes(self.sharing) + self.exchange
         held = dict(zip(ROLES, walked.peak.by_role, strict=True))
-        return RankFit(number, **held, other=other, where=walked.peak.where, cached=cached)
+        return RankFit(number, **held, other=other, where=walked.peak.where, cached=cached, error=self.error)
 
     def _run(self, number: int, stages: Mapping[int, StageLayers], placements: Mapping[str, str]) -> RankRun:
         c, pipeline = self.config, self.config.parallel.pp > 1
@@ -252,7 +258,7 @@ class RunEstimator:
         if self.auto is not None:
             return self.auto
         own = kept.before + kept.fit.other + parse_bytes(self.config.memory.budget)
-        return own if self.budget is None else min(own, largest_total(self.budget))
+        return own if self.budget is None else min(own, largest_total(self.budget, self.error))
 
     def _parts(self, stages: Mapping[int, StageLayers]) -> list[tuple[str, PartTrace, int]]:
         return [part for stage in stages.values() for part in parts_of(self.trace, stage, self.prefix)]

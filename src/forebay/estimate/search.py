@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from forebay.config import Config, check_experts, check_world, from_mapping
 from forebay.errors import UsageError
 from forebay.estimate.device import DeviceProfile
-from forebay.estimate.fit import ALLOWANCE, headroom, least_budget
+from forebay.estimate.fit import headroom, least_budget
 from forebay.estimate.layers import LayerPlan, fast_path_of, plan_layers, shape_of, sharing_of
 from forebay.estimate.plan import Fit, PlanRequest, fit_run, least_total
 from forebay.estimate.processes import forked_map
@@ -435,7 +435,7 @@ def _sized(what: str, result: Largest, fit: Fit, following: Fit | None, last: st
         return f"No {name} fits {size}: {_stopped(fit, budget, f'even with {tried}')}."
     found = (
         f"The largest {name} that fits {size} is {_count(what, result.found.value)}, with "
-        f"{format_bytes(result.found.headroom)} to spare on rank {fit.fullest.rank}, {ALLOWANCE}"
+        f"{format_bytes(result.found.headroom)} to spare on rank {fit.fullest.rank}, {fit.fullest.allowance}"
     )
     if following is None or result.next is None:
         return f"{found}; {last}."
@@ -456,7 +456,7 @@ def _stopped(fit: Fit, budget: int, subject: str) -> str:
     most = fit.fullest
     return (
         f"{subject} the peak is {format_bytes(most.total)} on rank {most.rank}, at {most.where}, "
-        f"{format_bytes(-most.headroom(budget))} more than there is, {ALLOWANCE}"
+        f"{format_bytes(-most.headroom(budget))} more than there is, {most.allowance}"
     )
 
 
@@ -570,5 +570,5 @@ def _meshed(order: Sequence[Candidate], best: Candidate, fit: Fit) -> str:
     fitting = sum(c.fits is True for c in order)
     return (
         f"{fitting} of {len(order)} meshes that can be run fit {format_bytes(budget)}; {best.mesh} is {rank}, with "
-        f"{format_bytes(headroom(best.peak, budget))} to spare, {ALLOWANCE}."
+        f"{format_bytes(fit.fullest.headroom(budget))} to spare, {fit.fullest.allowance}."
     )

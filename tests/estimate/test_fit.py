@@ -1,0 +1,65 @@
+"""The share of a peak that is left for a plan's own error."""
+
+from __future__ import annotations
+
+import pytest
+
+from forebay.config import from_mapping
+from forebay.estimate.fit import headroom, largest_total, least_budget, planning_error
+from forebay.estimate.layers import plan_layers
+from forebay.estimate.plan import fit_run
+
+GIB = 1 << 30
+TINY = {
+    "hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 256, "num_hidden_layers": 2,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("gpus", "compiled", "placements", "share"),
+    [
+        (1, False, {"keep", "recompute"}, 0.05),
+        (1, True, {"keep"}, 0.10),
+        (1, False, {"keep", "recompute+offload"}, 0.10),
+        (1, True, {"offload", "auto"}, 0.14),
+        (2, True, {"auto"}, 0.05),
+    ],
+)
+def test_the_share_is_that_of_the_run_s_kind(gpus: int, compiled: bool, placements: set[str], share: float) -> None:
+    assert planning_error(gpus, compiled, placements) == share
+
+
+@pytest.mark.parametrize("error", [0.05, 0.10, 0.14])
+def test_what_is_left_is_consistent(error: float) -> None:
+    for total in (1, 999, 10 * GIB + 7):
+        budget = least_budget(total, error)
+        assert headroom(total, budget, error) == 0 and headroom(total, budget - 1, error) < 0
+        assert abs(largest_total(budget, error) - total) <= 1
+
+
+@pytest.mark.parametrize(
+    ("memory", "auto", "words"),
+    [
+        ({"policy": "keep", "compile": False}, None, "with 5 % of the peak left"),
+        ({"policy": "keep", "compile": True}, None, "with 10 % of the peak left"),
+        ({"policy": "keep", "compile": False}, 8 * GIB, "with 10 % of the peak left"),
+        ({"policy": "auto", "budget": "4GiB", "compile": False}, None, "with 14 % of the peak left"),
+    ],
+)
+def test_a_verdict_says_the_share_of_its_run(memory: dict[str, object], auto: int | None, words: str) -> None:
+    config = from_mapping(
+        {
+            "model": {"family": "qwen3_moe", "config": TINY, "dtype": "bfloat16"},
+            "train": {"steps": 1, "microbatch": 1, "batch": 1, "sequence": 64},
+            "memory": memory,
+            "parallel": {"overlap": False},
+            "device": {"type": "cuda"},
+        },
+        origin="a test",
+    )
+    found = fit_run(config, plan_layers(config, 1), 1, 8 * GIB, auto=auto)
+    assert found.fits and words in found.verdict()
+    total, error = found.fullest.total, found.as_dict()["error"]
+    assert f"{100 * error:.0f} %" in words
+    assert found.fullest.headroom(least_budget(total, error)) == 0

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from forebay.config import Config, Model
 from forebay.errors import ForebayError, RunError, UsageError
@@ -123,6 +123,16 @@ def test_an_export_has_the_chat_template(tmp_path: Path, tiny: Callable[..., Con
     hf_io.save(hf_io.build(tiny().model, 257, CPU), tmp_path / "out", tokenizer)
     assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == "{{ messages }}"
     assert not (tmp_path / "out" / "notes.md").exists()
+
+
+def test_an_export_generates_as_its_source_and_with_a_cache(folder: Path, tmp_path: Path) -> None:
+    model = hf_io.build(Model(path=str(folder)), 257, CPU)
+    hf_io.save(model, tmp_path / "new")
+    assert GenerationConfig.from_pretrained(tmp_path / "new").use_cache is not False
+    GenerationConfig(do_sample=True, temperature=0.3).save_pretrained(folder)
+    hf_io.save(model, tmp_path / "out", source=folder)
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out").generation_config
+    assert (found.temperature, found.use_cache is not False) == (0.3, True)
 
 
 def test_a_full_disk_at_an_export(tmp_path: Path, tiny: Callable[..., Config]) -> None:

@@ -86,15 +86,21 @@ def build(
     return model.train()
 
 
-def save(model: Any, out: Path, tokenizer: Path | None = None) -> None:
+def save(model: Any, out: Path, tokenizer: Path | None = None, source: Path | None = None) -> None:
     """Write `model` and the tokenizer's files as a folder that ``from_pretrained`` loads.
 
     The folder is written under another name and renamed, so `out` is whole or does not exist.
+
+    Args:
+        tokenizer: folder of the tokenizer.
+        source: folder of the model that training began from, whose settings of ``generate`` are kept.
 
     Raises:
         UsageError: `out` exists and is not an empty folder.
         RunError: it cannot be written.
     """
+    from transformers import GenerationConfig
+
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f"{out} is there already; give a folder that does not exist or is empty")
     partial = out.parent / f".{out.name}.partial"
@@ -102,7 +108,12 @@ def save(model: Any, out: Path, tokenizer: Path | None = None) -> None:
         shutil.rmtree(partial, ignore_errors=True)
         make_folder(partial)
         model.config.use_cache = True
+        # That of a model in training has its use_cache = False, with which `generate` computes all tokens again for each.
+        model.generation_config = GenerationConfig.from_model_config(model.config)
         model.save_pretrained(partial)
+        settings = source / "generation_config.json" if source else None
+        if settings is not None and settings.is_file():
+            shutil.copy2(settings, partial)
         for file in tokenizer.iterdir() if tokenizer else ():
             if file.is_file() and ("token" in file.name or file.name in _TOKENIZER_FILES):
                 shutil.copy2(file, partial / file.name)

@@ -139,7 +139,8 @@ def export(run: Path, out: Path) -> Path:
     config = from_mapping(restore.read_about(path)["config"], origin=str(path))
     model = hf_io.from_folder_config(path / "model", getattr(torch, config.model.dtype))
     restore.load(path, model)
-    hf_io.save(model, out, load_tokenizer(config.data.tokenizer).folder)
+    source = Path(config.model.path).expanduser() if config.model.path else None
+    hf_io.save(model, out, load_tokenizer(config.data.tokenizer).folder, source)
     return path
 
 

@@ -104,6 +104,28 @@ def two_steps(model: nn.Module) -> list[Tensor]:
     return step(model) + step(model, 1)
 
 
+def evaluation_first(model: nn.Module) -> list[Tensor]:
+    """A region is seen first in a mode in which it writes nothing."""
+    found = []
+    for seed, training in enumerate((False, True, False, True, True)):
+        found += step(model.train(training), seed)
+    return [*found, *(b.double() for b in model.buffers())]
+
+
+class Observed(Mlp):
+    """Resizes a buffer in its first forward, as observers of quantization-aware training do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("largest", torch.empty(0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        seen = x.detach().abs().amax(0)
+        new = seen if self.largest.numel() == 0 else torch.maximum(seen, self.largest)
+        self.largest.resize_(new.shape).copy_(new)
+        return super().forward(x / (1 + self.largest.clone()))
+
+
 def forward_over_reverse(model: nn.Module) -> list[Tensor]:
     """The tangent of a gradient: what was saved has a tangent too, which is not in its bytes."""
     found = []
@@ -152,6 +174,9 @@ def another_dtype(model: nn.Module) -> list[Tensor]:
     [
         # Running statistics are counted once, power iterations made once.
         (lambda: net(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), Mlp()), three_steps),
+        (lambda: net(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), Mlp()), evaluation_first),
+        (lambda: net(nn.Sequential(nn.LazyLinear(WIDTH), nn.LazyBatchNorm1d()), nn.LazyLinear(WIDTH)), three_steps),
+        (lambda: net(Observed(), Mlp(), Observed()), three_steps),
         (lambda: net(parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)), Mlp()), three_steps),
         (net, batched_gradients),
         (net, jacobians_and_hessians),
@@ -161,6 +186,9 @@ def another_dtype(model: nn.Module) -> list[Tensor]:
     ],
     ids=[
         "statistics",
+        "statistics, evaluation first",
+        "lazy",
+        "observers that resize their buffers",
         "power iterations",
         "batched",
         "jacobians",

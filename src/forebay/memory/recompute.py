@@ -4,15 +4,15 @@ Input: a forward and the modules whose weights and buffers it reads. Output of `
 which saves its arguments for backward instead of what autograd saves in the forward. The graph owns each call.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import _unsafe_preserve_version_counter
 from torch.nn.attention import _cur_sdpa_kernel_backends, sdpa_kernel
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
@@ -21,6 +21,7 @@ from forebay.memory.module_state import as_in_forward, merged_adapters, state_of
 # Mode -> operations whose results are kept. A recomputation would repeat them on all ranks.
 _KEPT_OPS: Mapping[str, frozenset[str]] = {"full": frozenset(), "save-dispatch": frozenset({"forebay::dispatch"})}
 _Key = tuple[int, str]  # of a module among the region's, and a weight's or a buffer's name
+_Mode = tuple[bool, ...]  # training or evaluation, of each module
 _AFTER_BACKWARD = "Change weights and buffers (optimizer.step(), a router's bias) after backward"
 
 
@@ -31,7 +32,8 @@ def recomputed(
     holder: nn.Module | None = None,
 ) -> Callable[..., Any]:
     """`forward` under non-reentrant checkpointing with the RNG state restored, so the results are bitwise those of ``keep`` if it
-    is deterministic; a plain call if gradients are off, and of a transformers layer that is given a KV cache.
+    is deterministic; a plain call if gradients are off, of a transformers layer that is given a KV cache, and of lazy modules
+    that get their weights in it.
 
     A checkpoint saves neither weights nor buffers and does not see that its rerun reads others: `_RecomputedCall` checks that.
 
@@ -49,7 +51,7 @@ def recomputed(
 
     def run(*args: Any, **kwargs: Any) -> Any:
         # A rerun would append its keys and values to a KV cache (prefix tuning) once more.
-        if not torch.is_grad_enabled() or kwargs.get("past_key_values") is not None:
+        if not torch.is_grad_enabled() or kwargs.get("past_key_values") is not None or region.makes_weights():
             return forward(*args, **kwargs)
         call = _RecomputedCall(region, kwargs)
         out = checkpoint(call.run, *args, **options, **kwargs)
@@ -71,9 +73,17 @@ class _RegionForward:
     forward: Callable[..., Any]
     modules: Callable[[], Sequence[nn.Module]]
     holder: nn.Module | None
-    written: set[_Key | str] | None = (
-        None  # weights, buffers and keyword arguments that it writes; None before it has run once
-    )
+    # Weights, buffers and keyword arguments that it writes, by the modules' modes; none before it has run in them once.
+    written: dict[_Mode, set[_Key | str]] = field(default_factory=dict)
+
+    def makes_weights(self) -> bool:
+        """Whether lazy modules have no weights yet."""
+        return not self.written and any(
+            t is not None and is_lazy(t)
+            for called in self.modules()
+            for m in called.modules()
+            for t in (*m._parameters.values(), *m._buffers.values())
+        )
 
 
 def _with_versions(arguments: Mapping[str, Any]) -> list[tuple[str, Tensor, int]]:
@@ -91,9 +101,9 @@ class _RecomputedCall:
     """One forward of a region and its reruns. The graph owns it.
 
     A rerun raises if weights were written to or replaced since the forward, or keyword arguments (torch checks positional ones)
-    or buffers written to that the forward only reads (a router's bias). Buffers that the forward writes (running statistics) are
-    put back for the rerun, and get their present values after it. Keyword arguments that it writes are copies in the rerun.
-    Modules are as they were in the forward (`forebay.memory.module_state`), and so are the enabled kernels of attention.
+    or buffers written to that the forward only reads (a router's bias). Buffers (running statistics) and keyword arguments that
+    the forward writes are copies in the rerun. Modules are as they were in the forward (`forebay.memory.module_state`), and so
+    are the enabled kernels of attention.
     """
 
     def __init__(self, region: _RegionForward, arguments: Mapping[str, Any]):
@@ -109,8 +119,9 @@ class _RecomputedCall:
         self._weights = {(i, n): w for i, m in enumerate(modules) for n, w in m._parameters.items() if w is not None}
         self._kinds = [(w.dtype, w.device) for w in self._weights.values()]
         self._buffers = {(i, n): b for i, m in enumerate(modules) for n, b in m._buffers.items() if b is not None}
+        self._mode = tuple(m.training for m in modules)
         # Before the first forward it is not known which ones are written: all are copied.
-        known = region.written
+        known = region.written.get(self._mode)
         self._written_arguments = {
             id(t): t.detach().clone().requires_grad_(t.requires_grad)
             for name, t, _ in self._arguments
@@ -128,14 +139,21 @@ class _RecomputedCall:
         self._check()
         if self._written_arguments:
             kwargs = tree_map_only(Tensor, self._as_first_given, kwargs)
-        present = {key: self._buffers[key].clone() for key in self._copies}
-        self._set_buffers(self._copies)
         try:
-            with as_in_forward(self._state), sdpa_kernel(self._attention):
+            with (
+                sdpa_kernel(self._attention),
+                as_in_forward(self._state),
+                as_in_forward(list(self._buffers_before())),
+            ):
                 return self._region.forward(*args, **kwargs)
         finally:
-            self._set_buffers(present)
             self._versions = self._current_versions()  # adapters may write to weights in a forward
+
+    def _buffers_before(self) -> Iterator[tuple[nn.Module, str, Any]]:
+        """A state with copies, which the rerun may write to, of the written buffers as they were before the forward."""
+        copies = {id(self._buffers[key]): copy.clone() for key, copy in self._copies.items()}
+        for module in {key[0]: self._modules[key[0]] for key in self._copies}.values():
+            yield module, "_buffers", {name: copies.get(id(b), b) for name, b in module._buffers.items()}
 
     def _as_first_given(self, argument: Tensor) -> Tensor:
         copy = self._written_arguments.get(id(argument))
@@ -146,23 +164,18 @@ class _RecomputedCall:
         now = self._current_versions()
         written: set[_Key | str] = {key for key, version in now.items() if self._before[key] != version}
         written |= {name for name, t, version in self._arguments if t._version != version}
-        if self._region.written is None:
+        before = self._region.written.get(self._mode)
+        if before is None:
             # Trap: batch norm writes its statistics without a new version. Values are compared once, which waits for the device.
             written |= {key for key, copy in self._copies.items() if not torch.equal(copy, self._buffers[key])}
-        self._region.written = written | (self._region.written or set())
-        self._copies = {key: copy for key, copy in self._copies.items() if key in self._region.written}
-        kept = {id(t) for name, t, _ in self._arguments if name in self._region.written}
+        self._region.written[self._mode] = written = written | (before or set())
+        self._copies = {key: copy for key, copy in self._copies.items() if key in written}
+        kept = {id(t) for name, t, _ in self._arguments if name in written}
         self._written_arguments = {key: copy for key, copy in self._written_arguments.items() if key in kept}
         self._versions = self._current_versions()
 
     def _current_versions(self) -> dict[_Key, int]:
         return {key: t._version for tensors in (self._weights, self._buffers) for key, t in tensors.items()}
-
-    @torch.no_grad()
-    def _set_buffers(self, values: dict[_Key, Tensor]) -> None:
-        for key, value in values.items():
-            with _unsafe_preserve_version_counter(self._buffers[key]):
-                self._buffers[key].copy_(value)
 
     def _check(self) -> None:
         if merged_adapters(self._modules) != self._merged:
@@ -179,7 +192,7 @@ class _RecomputedCall:
                     "the decoder layer's mlp, or call forebay.manage after get_peft_model"
                 )
         # None in a backward within the first forward: it is not known yet what that writes.
-        written = self._region.written
+        written = self._region.written.get(self._mode)
         for (key, weight), (dtype, device) in zip(self._weights.items(), self._kinds, strict=True):
             owner, name = self._modules[key[0]], key[1]
             if weight.dtype != dtype or weight.device != device:

@@ -67,6 +67,11 @@ def test_a_resumed_run_is_bitwise_the_uninterrupted_one(tiny: Callable[..., Conf
         ({"train": {"steps": 3, "batch": 8}}, r"made with train\.batch = 4, not 8"),
         ({"train": {"steps": 3, "seed": 8}}, r"made with train\.seed = 0, not 8"),
         ({"train": {"steps": 3}, "data": {"path": "OTHER"}}, "trained on other data"),
+        (
+            {"train": {"steps": 3}, "model": {"num_experts_per_tok": 1}},
+            r"of another model: its num_experts_per_tok is 2, this model's is 1",
+        ),
+        ({"train": {"steps": 3}, "model": {"rms_norm_eps": 0.5}}, r"its rms_norm_eps is 1e-06, this model's is 0\.5"),
         ({"train": {"steps": 3}, "model": {"num_hidden_layers": 1}}, r"has no model\.layers\.1"),
         ({"train": {"steps": 3}, "model": {"head_dim": 4}}, r"q_proj\.weight has shape \[16, 16\]"),
     ],
@@ -84,6 +89,13 @@ def test_resuming_something_else_is_refused(
     with pytest.raises((UsageError, RunError), match=message):
         train(tiny(**{"train": {"steps": 2}, **changes}), quiet(), resume="")
     assert (folder / "metrics.jsonl").read_text() == before
+
+
+def test_what_only_training_reads_may_change_at_resume(tiny: Callable[..., Config]) -> None:
+    train(tiny(train={"steps": 1}), quiet())
+    sizes = {**tiny().model.config, "router_aux_loss_coef": 0.5, "attention_dropout": 0.1}
+    folder = train(tiny(train={"steps": 2}, model={"config": sizes}), quiet(), resume="")
+    assert len(losses(folder)) == 2
 
 
 def test_a_resumed_run_has_the_settings_it_says(tiny: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,6 +8,7 @@ together; `find` and `read_about` read on one.
 import io
 import json
 import pickle
+import re
 import warnings
 from collections.abc import Mapping
 from pathlib import Path, PurePath
@@ -34,6 +35,11 @@ from forebay.train.durable import digest_of
 from forebay.train.generators import seed_all, set_host_states, torch_states
 from forebay.train.remote import MANIFEST
 
+# Keys of a model's configuration that change no forward of it, or only those of training.
+_MAY_CHANGE = re.compile(
+    r"_.*|architectures|(torch_)?dtype|transformers_version|use_cache|output_.*|.*_token_id|initializer_.*"
+    r"|.*dropout.*|.*jitter.*|router_aux_loss_coef|aux_loss_alpha|seq_aux"
+)
 _DESCRIPTIONS = (
     described.BytesStorageMetadata,
     described.ChunkStorageMetadata,
@@ -208,7 +214,7 @@ def load(path: Path, model: Any, optimizer: torch.optim.Optimizer | None = None)
         # Only generators that were saved and exist here: the run may move to a machine with or without a GPU.
         wanted["rng"] = {name: state for name, state in torch_states(counterpart).items() if f"rng.{name}" in held}
     _check_fits(path, held, wanted["model"])
-    _check_ties(path, model)
+    _check_configuration(path, model)
     _read_tensors(path, wanted, reader, size)
     set_model_state_dict(model, wanted["model"])
     if optimizer is not None:
@@ -256,15 +262,25 @@ def _check_fits(path: Path, held: Mapping[str, Any], model: Mapping[str, Any]) -
             raise _of_another_model(path, f"this one has no {name.removeprefix('model.')}")
 
 
-def _check_ties(path: Path, model: Any) -> None:
-    """Check that the checkpoint's model shares its embedding with its head if this one does: names and shapes are the same."""
-    name, file = "tie_word_embeddings", path / "model" / "config.json"
-    tied = getattr(getattr(model, "config", None), name, None)
-    if tied is None or not file.exists():
+def _check_configuration(path: Path, model: Any) -> None:
+    """Check that the checkpoint's model computes what this one does: names and shapes of its tensors may be the same."""
+    config, file = getattr(model, "config", None), path / "model" / "config.json"
+    if config is None or not file.exists():
         return
-    stored = json.loads(file.read_text(encoding="utf-8")).get(name, tied)
-    if stored != tied:
-        raise _of_another_model(path, f"its {name} is {stored}, this model's is {tied}")
+    stored = _computing(json.loads(file.read_text(encoding="utf-8")))
+    own = _computing(json.loads(config.to_json_string()))  # as the file was written: without what is the default
+    defaults = type(config)().to_dict()
+    for name in sorted(stored.keys() | own.keys()):
+        was, now = (found.get(name, defaults.get(name)) for found in (stored, own))
+        if was != now:
+            raise _of_another_model(path, f"its {name} is {was}, this model's is {now}")
+
+
+def _computing(config: Any) -> Any:
+    """The part of a model's configuration that its forward depends on, with those of its parts."""
+    if not isinstance(config, dict):
+        return config
+    return {name: _computing(value) for name, value in config.items() if not _MAY_CHANGE.fullmatch(name)}
 
 
 def _of_another_model(path: Path, why: str) -> RunError:

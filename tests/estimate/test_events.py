@@ -6,8 +6,19 @@ from typing import Any
 
 import pytest
 
-from forebay.estimate.events import NamedStorages, part_events
-from forebay.estimate.types import ALL_TO_ALL_BEGIN, ALL_TO_ALL_END, GATE_UP_GRAD, MATMUL, Freed, Mark, NewStorage, Op
+from forebay.estimate.events import NamedStorages, head_events, part_events
+from forebay.estimate.types import (
+    ALL_TO_ALL_BEGIN,
+    ALL_TO_ALL_END,
+    FINAL_NORM_BACKWARD,
+    FINAL_NORM_END,
+    GATE_UP_GRAD,
+    MATMUL,
+    Freed,
+    Mark,
+    NewStorage,
+    Op,
+)
 
 NONE = frozenset[int]()
 
@@ -174,3 +185,25 @@ def test_the_gradient_of_gate_up_is_made_after_compiled_code(pieces: bool) -> No
     found = part_events(FORWARD, backward, named, True, pieces=pieces).backward
     assert [n for n, size in found if n >= 0 and size] == ([8, 9, 12] if pieces else [8, 12, 9])
     assert found.index((9, 0)) > found.index((9, 70))
+
+
+def test_a_compiled_norm_saves_its_input_and_a_number_a_row_and_the_loss_after_it_what_its_log_says() -> None:
+    """The norm's copy of x in fp32 (1) is fused, and so is its gradient (8). Of the loss nothing is: logits (4), their
+    softmax (5)."""
+    forward: list[Any] = [
+        op((0,), (1, 40), fused=True, of=frozenset([0])), Op(True, (1,), (NewStorage(2, 1, False, frozenset([2])),)),
+        op((1, 2), (3, 20), fused=True, of=frozenset([0, 2])), Mark(FINAL_NORM_END), Freed(1),
+        op((3,), (4, 50)), op((4,), (5, 60)), Freed(4),
+    ]  # fmt: skip
+    backward: list[Any] = [
+        op((5,), (6, 50)), Freed(5), op((6, 3), (7, 20)), Freed(6), Freed(3), Mark(FINAL_NORM_BACKWARD),
+        op((7, 0), (8, 40), fused=True, of=frozenset([7, 0])), Freed(7),
+        op((8, 2), (12, 20), fused=True, of=frozenset([7, 0, 2])), Freed(8),
+    ]  # fmt: skip
+    named = NamedStorages(0, 9, 10, 12, {}, (0, 1, 2, 3, 5), NONE)
+    found = head_events(forward, backward, named, 3, 7)
+    assert [e for e in found.forward if e[0] >= 0] == [(2, 1), (3, 20), (4, 50), (5, 60), (4, 0)]
+    assert [e for e in found.backward if e[0] >= 0] == [
+        (6, 50), (5, 0), (7, 20), (6, 0), (3, 0), (12, 20), (7, 0), (2, 0),
+    ]  # fmt: skip
+    assert found.saves_x and found.dx == 12

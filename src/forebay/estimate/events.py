@@ -12,7 +12,19 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from forebay.estimate.kernel_order import least_peak_order
-from forebay.estimate.types import GATE_UP_GRAD, MATMUL, AllocEvent, Freed, Log, Mark, NewStorage, Op, PartEvents
+from forebay.estimate.types import (
+    FINAL_NORM_BACKWARD,
+    FINAL_NORM_END,
+    GATE_UP_GRAD,
+    MATMUL,
+    AllocEvent,
+    Freed,
+    Log,
+    Mark,
+    NewStorage,
+    Op,
+    PartEvents,
+)
 
 
 class NamedStorages(NamedTuple):
@@ -50,7 +62,12 @@ def part_events(
     else:
         f, b = _in_order(forward), _in_order(backward)
         alone = _without_graph(no_grad or [], named)
-    second = [] if compiled else _second_run(forward, named)
+    return _finished(f, b, alone, [] if compiled else _second_run(forward, named), named)
+
+
+def _finished(
+    f: list[AllocEvent], b: list[AllocEvent], alone: list[AllocEvent], second: list[AllocEvent], named: NamedStorages
+) -> PartEvents:
     f, b, alone = (_first_matmul_only(events) for events in (f, b, alone))
     never_freed = _never_freed([*f, *b])
     f = _without(f, (named.x, named.output), frees=True)
@@ -62,6 +79,25 @@ def part_events(
         named.weight_grads, named.transferred, tuple(n for n in named.saved if n >= 0),
         tuple(second), named.experts_x, named.experts_h,
     )  # fmt: skip
+
+
+def head_events(forward: Log, backward: Log, named: NamedStorages, normed: int, normed_gradient: int) -> PartEvents:
+    """The events of a head whose norm is compiled, and whose loss is not.
+
+    Args:
+        normed, normed_gradient: the norm's result, and its gradient.
+    """
+    at, back = forward.index(Mark(FINAL_NORM_END)), backward.index(Mark(FINAL_NORM_BACKWARD))
+    made = {m.number: m for entry in forward[:at] if isinstance(entry, Op) for m in entry.made}
+    kept = {n for n in named.saved if n in made and not made[n].recomputable}
+    norm = named._replace(output=normed, gradient=normed_gradient, saved=tuple(kept))
+    n_forward = _ordered_forward(forward[:at], norm, kept)
+    n_backward = _ordered_backward(backward[back + 1 :], norm, made, kept)
+    f = [*_compiled_forward(n_forward, norm, kept), *_in_order(forward[at:])]
+    b = [*_in_order(backward[:back]), *_compiled_backward(n_backward, norm, made, kept)]
+    there = {n for n, size in (*f, *b) if size}  # the log also frees what the norm does not materialize
+    f, b = ([(n, size) for n, size in events if n < 0 or n in there] for events in (f, b))
+    return _finished(f, b, [], [], named)
 
 
 def _second_run(log: Log, named: NamedStorages) -> list[AllocEvent]:

@@ -25,11 +25,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
-from forebay.estimate.events import NamedStorages, part_events
+from forebay.estimate.events import NamedStorages, head_events, part_events
 from forebay.estimate.op_recorder import OpRecorder
 from forebay.estimate.routing import EvenRouting
 from forebay.estimate.state import weight_name
 from forebay.estimate.types import (
+    FINAL_NORM_BACKWARD,
     FINAL_NORM_END,
     LayerTrace,
     Log,
@@ -181,6 +182,7 @@ class TraceRun:
         self._counted_origins: set[int] = set()
         self._routed: list[tuple[Tensor, Tensor]] = []
         self._weight_grads: dict[int, str] = {}  # of the part whose backward runs
+        self._norm = -1, -1  # the last norm's result and its gradient
         self._last: Tensor
         blocks = moe_blocks(model)
         if blocks and shape.experts == "forebay":
@@ -395,7 +397,11 @@ class TraceRun:
         own = {m.number for entry in (*recorder.log[part.log], *log) if isinstance(entry, Op) for m in entry.made}
         transferred = frozenset(recorder.transferred & own)
         named = NamedStorages(x, out, given, dx, self._weight_grads, part.kept, transferred, *part.experts)
-        events = part_events(recorder.log[part.log], log, named, part.compiled, part.no_grad, self.shape.stages)
+        forward = recorder.log[part.log]
+        if self.shape.compiled and Mark(FINAL_NORM_BACKWARD) in log:
+            events = head_events(forward, log, named, *self._norm)
+        else:
+            events = part_events(forward, log, named, part.compiled, part.no_grad, self.shape.stages)
         events = replace(events, head_sum=_derived(part.head_sum, log))
         part.trace = replace(part.trace, backward_ops=ops, events=events)
 
@@ -437,7 +443,16 @@ class TraceRun:
 
     def _head(self, hidden: Tensor, labels: Tensor) -> Tensor:
         hidden = self.base.norm(hidden)
-        self._recorder.log.append(Mark(FINAL_NORM_END))
+        log = self._recorder.log
+        log.append(Mark(FINAL_NORM_END))
+        self._norm = self._recorder.number(hidden), -1
+
+        def begins(gradient: Tensor) -> None:
+            self._norm = self._norm[0], self._recorder.number(gradient)
+            log.append(Mark(FINAL_NORM_BACKWARD))
+
+        if self.shape.compiled and hidden.requires_grad:  # `manage` compiles the norm, and not the loss
+            hidden.register_hook(begins)
         head = self.model.lm_head
         if self.shape.loss == "fused":
             return head_loss(head.forward, hidden, labels, shift_labels=labels, num_items_in_batch=labels.numel())

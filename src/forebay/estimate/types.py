@@ -18,8 +18,8 @@ ALL_TO_ALL_BEGIN, ALL_TO_ALL_END = 0, 1
 """Marks before and after an operation of the token dispatcher."""
 MATMUL = 2
 """Mark before the first matrix product of a part, which takes cuBLAS's workspace."""
-FINAL_NORM_END = 3
-"""Mark after the last norm: the base model's own forward returns there."""
+FINAL_NORM_END, FINAL_NORM_BACKWARD = 3, 7
+"""Marks after the last norm, where the base model's own forward returns, and before its backward."""
 PAGES = 4
 """Mark where pages are taken (forward) or read (backward); see `forebay.estimate.parts`."""
 DH, GATE_UP_GRAD = 5, 6

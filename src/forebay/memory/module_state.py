@@ -5,7 +5,7 @@ weights, and Forebay's own callables, as (owner, attribute, value). `as_in_forwa
 Whoever takes the state owns it.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,13 +13,12 @@ from torch import nn
 
 from forebay.memory.overrides import installed_on
 
-# Evaluation or training, and PEFT's adapters.
-_MODES = ("training", "_active_adapter", "_disable_adapters")
+_ADAPTERS = ("_active_adapter", "_disable_adapters")  # of PEFT's layers
 _PLAIN = ("_buffers", "_forward_pre_hooks", "_forward_hooks")
 _HOOKED = (*_PLAIN, "_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
 
-State = Sequence[tuple[Any, str, Any]]
-"""(owner, attribute, value); None for an attribute that an instance does not have."""
+State = list[tuple[Any, str, Any]]
+"""(owner, attribute, value). The owner is an object, or the `vars` of a module; None for an attribute that these do not have."""
 
 
 def state_of(modules: Iterable[nn.Module], holder: nn.Module | None = None) -> State:
@@ -30,25 +29,26 @@ def state_of(modules: Iterable[nn.Module], holder: nn.Module | None = None) -> S
     """
     found = [] if holder is None else _children(holder)
     for module in modules:
+        attributes = vars(module)
         found += _children(module)
         if isinstance(module._buffers, dict):
             hooked = module._forward_hooks or module._forward_pre_hooks
-            found += [(module, name, vars(module)[name].copy()) for name in (_HOOKED if hooked else _PLAIN)]
-        found += [(module, name, getattr(module, name)) for name in _MODES if _has(module, name)]
-        if isinstance(scaling := vars(module).get("scaling"), dict):  # of PEFT's adapters by name
-            found.append((module, "scaling", scaling.copy()))
+            found += [(attributes, name, attributes[name].copy()) for name in (_HOOKED if hooked else _PLAIN)]
+        found.append((module, "training", module.training))
+        if "_active_adapter" in attributes or hasattr(type(module), "_active_adapter"):
+            found += [(module, name, getattr(module, name)) for name in _ADAPTERS]
+        if isinstance(scaling := attributes.get("scaling"), dict):  # of PEFT's adapters by name
+            found.append((attributes, "scaling", scaling.copy()))
         found += installed_on(module)
         found += [(w, "requires_grad", w.requires_grad) for w in module._parameters.values() if w is not None]
     return found
 
 
-def _children(module: nn.Module) -> list[tuple[Any, str, Any]]:
+def _children(module: nn.Module) -> State:
     children = module._modules
-    return [(module, "_modules", children.copy())] if isinstance(children, dict) else []  # none of a scripted module
-
-
-def _has(module: nn.Module, name: str) -> bool:
-    return name in vars(module) or hasattr(type(module), name)
+    return (
+        [(vars(module), "_modules", children.copy())] if isinstance(children, dict) else []
+    )  # none of a scripted module
 
 
 def merged_adapters(modules: Iterable[nn.Module]) -> list[list[str]]:
@@ -60,7 +60,11 @@ def merged_adapters(modules: Iterable[nn.Module]) -> list[list[str]]:
 @contextmanager
 def as_in_forward(state: State) -> Iterator[None]:
     """Context in which `state` holds."""
-    changed = [(owner, name, then, now) for owner, name, then in state if not _same(now := _get(owner, name), then)]
+    changed = []
+    for owner, name, then in state:
+        now = owner.get(name) if type(owner) is dict else getattr(owner, name)
+        if now is not then and (now or then) and not _same(now, then):  # most are empty
+            changed.append((owner, name, then, now))
     for owner, name, then, _ in changed:
         # A copy: the rerun may write to it, as the forward may have, and a retained graph runs again.
         _put(owner, name, then.copy() if isinstance(then, dict) else then)
@@ -78,19 +82,10 @@ def _same(now: Any, then: Any) -> bool:
     return len(now) == len(then) and all(now.get(key) is value for key, value in then.items())
 
 
-def _get(owner: Any, name: str) -> Any:
-    return getattr(owner, name) if _is_set_by_property(owner, name) else vars(owner).get(name)
-
-
 def _put(owner: Any, name: str, value: Any) -> None:
-    if _is_set_by_property(owner, name):
+    if type(owner) is not dict:
         setattr(owner, name, value)
     elif value is None:
-        vars(owner).pop(name, None)
+        owner.pop(name, None)
     else:
-        # Not by `setattr`, which wrappers of modules pass on to the module inside.
-        vars(owner)[name] = value
-
-
-def _is_set_by_property(owner: Any, name: str) -> bool:
-    return not isinstance(owner, nn.Module) or name in _MODES
+        owner[name] = value

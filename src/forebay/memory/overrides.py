@@ -9,7 +9,7 @@ forward is wrapped at its `CallSite`.
 
 import inspect
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import update_wrapper
 from types import FunctionType, MethodType
@@ -170,24 +170,24 @@ def is_outermost(module: nn.Module) -> bool:
     return _is_ours(module.__dict__.get("forward"))
 
 
-def installed_on(module: nn.Module) -> Iterator[tuple[Any, str, Any]]:
+def installed_on(module: nn.Module) -> list[tuple[Any, str, Any]]:
     """What `install` and `put_setting` have made of the forward of `module`, and any other forward that is on the instance.
 
     Returns:
-        (owner, attribute, value); None for an attribute that an instance does not have. Put back, they run the same forward.
+        (owner, attribute, value). The owner is an object, or the `vars` of the module; None for an attribute that these do not
+        have. Put back, they run the same forward.
     """
-    yield module, "forward", module.__dict__.get("forward")
-    installed = module.__dict__.get(STATE)
-    if installed is None:
-        return
-    yield module, STATE, installed
-    yield module, _BEFORE, module.__dict__.get(_BEFORE)
-    yield installed, "top", installed.top
-    yield installed, "settings", installed.settings.copy()
-    entry = installed.top
-    while entry is not None:
-        yield entry, "run", entry.run
-        entry = entry.below
+    attributes = module.__dict__
+    found: list[tuple[Any, str, Any]] = [(attributes, "forward", attributes.get("forward"))]
+    installed = attributes.get(STATE)
+    if installed is not None:
+        found += [(attributes, STATE, installed), (attributes, _BEFORE, attributes.get(_BEFORE))]
+        found += [(installed, "top", installed.top), (installed, "settings", installed.settings.copy())]
+        entry = installed.top
+        while entry is not None:
+            found.append((entry, "run", entry.run))
+            entry = entry.below
+    return found
 
 
 def setting(module: nn.Module, name: str, default: Any = None) -> Any:

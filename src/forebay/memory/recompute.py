@@ -5,6 +5,7 @@ which saves its arguments for backward instead of what autograd saves in the for
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -141,7 +142,7 @@ class _RecomputedCall:
             kwargs = tree_map_only(Tensor, self._as_first_given, kwargs)
         try:
             with (
-                sdpa_kernel(self._attention),
+                nullcontext() if _cur_sdpa_kernel_backends() == self._attention else sdpa_kernel(self._attention),
                 as_in_forward(self._state),
                 as_in_forward(list(self._buffers_before())),
             ):
@@ -149,11 +150,11 @@ class _RecomputedCall:
         finally:
             self._versions = self._current_versions()  # adapters may write to weights in a forward
 
-    def _buffers_before(self) -> Iterator[tuple[nn.Module, str, Any]]:
+    def _buffers_before(self) -> Iterator[tuple[dict[str, Any], str, Any]]:
         """A state with copies, which the rerun may write to, of the written buffers as they were before the forward."""
         copies = {id(self._buffers[key]): copy.clone() for key, copy in self._copies.items()}
         for module in {key[0]: self._modules[key[0]] for key in self._copies}.values():
-            yield module, "_buffers", {name: copies.get(id(b), b) for name, b in module._buffers.items()}
+            yield vars(module), "_buffers", {name: copies.get(id(b), b) for name, b in module._buffers.items()}
 
     def _as_first_given(self, argument: Tensor) -> Tensor:
         copy = self._written_arguments.get(id(argument))

@@ -310,6 +310,7 @@ PLAN, TRAIN = ["plan", "{folder}/config.toml"], ["train", "{folder}/config.toml"
         (PLAN, ["--world=3"], ["train.batch = 2 is no multiple of the 3 processes"]),
         (PLAN, ["--world=0"], ["--gpus 0"]),
         (PLAN, ["--skew=0.5"], ["--skew 0.5"]),
+        (PLAN, ["--skew=inf"], ["--skew inf"]),
         (PLAN, ['--set=memory.policy={"model.nothing" = "offload"}'], ["matches no module"]),
         (PLAN, ["--device=h20"], ["did you mean 'h200'?", "--save-profile"]),
         (PLAN, ["--search", "microbatch"], ["--search microbatch needs --budget"]),

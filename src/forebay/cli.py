@@ -9,6 +9,7 @@ import argparse
 import errno
 import gc
 import json
+import math
 import os
 import sys
 import time
@@ -332,8 +333,10 @@ def _planned_partition(config: "Config") -> "Callable[[], Partition] | None":
 def _plan(options: argparse.Namespace) -> int:
     if options.world is not None and options.world < 1:
         raise UsageError(f"--gpus {options.world} is not a number of processes; it must be at least 1")
-    if not options.skew >= 1:
-        raise UsageError(f"--skew {options.skew} is too small; it is relative to even routing and must be at least 1")
+    if not 1 <= options.skew < math.inf:
+        raise UsageError(
+            f"--skew {options.skew} is no such ratio; it is relative to even routing and must be at least 1"
+        )
     budget = None if options.budget is None else parse_bytes(options.budget)
     if options.auto and budget is None:
         raise UsageError("--auto chooses placements that fit a budget; give --budget, such as 80GiB")

@@ -251,6 +251,12 @@ def test_experts_that_cross_nodes_are_warned_about(run: Run, config: Path) -> No
     assert run(*arguments, "parallel.ep=3")[2] == ""
 
 
+def test_the_command_that_submits_is_quoted(run: Run, config: Path, tmp_path: Path) -> None:
+    file = tmp_path / "a job"
+    _, out, _ = run("launch", str(config), "--on", "slurm", "--gpus-per-node", "4", "--out", str(file))
+    assert shlex.split(out.strip().rpartition(": ")[2]) == ["sbatch", str(file)]
+
+
 def test_replicas_of_parts_of_nodes_are_warned_about(run: Run, config: Path) -> None:
     """3 nodes of 4: replicas of 6 share the second node; those of 12, 4, 2 and 1 do not split one."""
     arguments = ("launch", config, "--on", "slurm", "--nodes", "3", "--gpus-per-node", "4", "--set")

@@ -4,6 +4,7 @@ Input: a `Job` and an engine. Output: text on standard output or a new file, and
 refused is refused before the file is written.
 """
 
+import shlex
 import shutil
 import subprocess
 from collections.abc import Mapping
@@ -42,7 +43,7 @@ def launch(job: Job, on: str, out: Path | None = None, submit: bool = False, for
         raise UsageError(f"--out {out} cannot be written: {error.strerror}") from error
     command = [*engine.SUBMIT, str(out.absolute())]  # Ray starts a job in a folder of the head node's choice
     if not submit:
-        print(f"wrote {out}; submit it with: {' '.join(command)}")
+        print(f"wrote {out}; submit it with: {shlex.join(command)}")
         return
     done = subprocess.run(command, check=False, capture_output=True, text=True)
     print(done.stdout, end="")

@@ -144,7 +144,7 @@ def tight(lines: list[dict[str, Any]]) -> dict[str, int]:
 def error_of(entry: Entry) -> float:
     """The share of the peak that a plan leaves for its own error."""
     memory = entry.sections["memory"]
-    policy = memory["policy"]
+    policy = memory.get("policy", "keep")
     return planning_error(
         entry.gpus, bool(memory.get("compile")), {policy} if isinstance(policy, str) else set(policy.values())
     )

@@ -163,13 +163,13 @@ def test_plan_with_a_given_partition(plan: Plan) -> None:
 
 
 def test_plan_says_whether_it_fits(run: Run, plan: Plan, config: str) -> None:
-    """Exit code 0 if it fits with 2 % of the peak to spare, 3 if it does not."""
+    """Exit code 0 if it fits with 8 % of the peak to spare, 3 if it does not."""
     fit = plan()["fit"]
     assert fit["fits"] is None and fit["world"] == 1 and fit["ranks"][0]["headroom"] is None
     (rank,) = fit["ranks"]
     parts = ("parameters", "gradients", "optimizer", "activations", "transient", "other")
     assert rank["total"] == sum(rank[part] for part in parts) > rank["parameters"] > 0
-    least = rank["total"] + int(0.05 * rank["total"])
+    least = rank["total"] + int(0.08 * rank["total"])
     assert plan(f"--budget={least}")["fit"]["fits"] is True
     code, out, error = run("plan", config, f"--budget={least - 1}")
     assert code == 3 and not error and "Does not fit" in out and "1 B are missing" in out
@@ -347,7 +347,7 @@ def test_an_unexpected_error_is_one_sentence_too(run: Run, config: str, monkeypa
         run("train", config, "--debug")
 
 
-@pytest.mark.parametrize(("share", "advice"), [(0.9, "the planner finds placements that fit"), (0.7, "microbatch")])
+@pytest.mark.parametrize(("share", "advice"), [(0.95, "the planner finds placements that fit"), (0.7, "microbatch")])
 def test_out_of_memory_says_what_fits(
     run: Run, config: str, monkeypatch: pytest.MonkeyPatch, share: float, advice: str
 ) -> None:

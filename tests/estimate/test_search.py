@@ -20,7 +20,7 @@ from forebay.config import Config, from_mapping
 from forebay.errors import UsageError
 from forebay.estimate import search as search_module
 from forebay.estimate.device import load
-from forebay.estimate.fit import RankFit, least_budget
+from forebay.estimate.fit import EAGER_ERROR, ERROR, RankFit, least_budget
 from forebay.estimate.layers import plan_layers
 from forebay.estimate.plan import Fit, PlanRequest, ask, fit_run, least_total
 from forebay.estimate.search import Candidate, MeshShape, divisors, largest, meshes, ranked, search
@@ -173,9 +173,10 @@ def test_the_largest_microbatch_is_that_of_brute_force(pp: int, ep: int, world: 
     config = tiny(parallel={"pp": pp, "ep": ep})
     sizes = [n for n in (1, 2, 4, 8, 16, 32) if (32 // (world // pp)) // n >= (2 * pp if pp > 1 else 1)]
     peaks = {n: peak(with_(config, "train", microbatch=n), world) for n in sizes}
-    budget = least_budget(sorted(peaks.values())[-2])  # all but the one that needs most
+    error = ERROR if world > 1 else EAGER_ERROR
+    budget = least_budget(sorted(peaks.values())[-2], error)  # all but the one that needs most
     found = search(PlanRequest(config), "microbatch", world, budget)
-    assert found.settings == {"train.microbatch": max(n for n in sizes if least_budget(peaks[n]) <= budget)}
+    assert found.settings == {"train.microbatch": max(n for n in sizes if least_budget(peaks[n], error) <= budget)}
     assert found.fit.fits and found.fit.fullest.total == peaks[found.config.train.microbatch]
     everything = search(PlanRequest(config), "microbatch", world, 10 * max(peaks.values()))
     assert everything.settings == {"train.microbatch": sizes[-1]}
@@ -197,13 +198,17 @@ def test_the_largest_sequence_and_depth(what: str, section: str, option: str, mi
         return with_(config, section, **{option: value})
 
     peaks = {value: peak(at(value), 1) for value in range(step, 2 * middle, step)}
-    exact = least_budget(peaks[middle])
+    exact = least_budget(peaks[middle], EAGER_ERROR)
     for budget in (exact, exact - 1):
-        wanted = max(value for value, size in peaks.items() if least_budget(size) <= budget)
+        wanted = max(value for value, size in peaks.items() if least_budget(size, EAGER_ERROR) <= budget)
         found = search(PlanRequest(config), what, 1, budget)
         assert list(found.settings.values()) == [wanted]
         assert found.fit.fullest.total == peak(at(wanted), 1)
-        assert least_budget(peak(at(wanted), 1)) <= budget < least_budget(peak(at(wanted + step), 1))
+        assert (
+            least_budget(peak(at(wanted), 1), EAGER_ERROR)
+            <= budget
+            < least_budget(peak(at(wanted + step), 1), EAGER_ERROR)
+        )
         assert {t.value for t in found.tried} >= {wanted, wanted + step}
         assert found.config == at(wanted)
         assert f" is {wanted} " in found.sentence and f"with {wanted + step} " in found.sentence
@@ -222,7 +227,7 @@ def test_nothing_fits_and_why() -> None:
     for budget, said in (
         (least.parameters - 1, "even with 1 sequence the parameters alone take"),
         (least.parameters, "the parameters and optimizer states alone take"),
-        (least_budget(least.total) - 1, "the peak is"),
+        (least_budget(least.total, least.error) - 1, "the peak is"),
     ):
         found = search(PlanRequest(config), "microbatch", 1, budget)
         assert not found.found and found.settings == {} and found.fit.fits is False
@@ -448,7 +453,7 @@ def test_a_bare_models_batch_follows_its_microbatch() -> None:
     small = [f"model.config.{name}={value}" for name, value in TINY.items()]
     asked = ask("qwen3-30b-a3b", [*small, "train.sequence=64", "memory.compile=false", "model.config.vocab_size=320"])
     base = fit_run(asked.config, plan_layers(asked.config, 1), 1).fullest.total
-    found = search(asked, "microbatch", 1, least_budget(base) + (8 << 20))
+    found = search(asked, "microbatch", 1, least_budget(base, EAGER_ERROR) + (8 << 20))
     size = found.settings["train.microbatch"]
     assert size > 1 and found.settings["train.batch"] == 4 * size == found.config.train.batch
 

@@ -193,3 +193,17 @@ def test_a_hundred_thousand_requests_a_second() -> None:
             allocator.free(held)
         live[n % 64] = allocator.malloc(size)  # type: ignore[call-overload]
     assert 2 * len(sizes) / (time.process_time() - began) > 100_000
+
+
+def test_segments_lie_where_the_driver_puts_them() -> None:
+    """The first large segments of a recorded history of an OLMoE on an H100, in MiB below the first. Each takes an address range
+    of a multiple of 32 MiB below the others; the third 20 MiB are in what 66 MiB leave of 96."""
+    allocator = CachingAllocator()
+    blocks = [allocator.malloc(size * MIB) for size in (152, 20, 132, 66, 20, 132, 66, 20)]
+    first = blocks[0].address
+    assert [(first - b.address) // MIB for b in blocks] == [0, 0x20, 0xC0, 0x120, 0xDE, 0x1C0, 0x220, 0x1DE]
+    for older, newer in ((2, 5), (3, 6)):  # of equal free blocks the lowest is taken, which is the newest
+        size = blocks[older].size
+        allocator.free(blocks[older])
+        allocator.free(blocks[newer])
+        assert allocator.malloc(size).address == blocks[newer].address

@@ -17,6 +17,7 @@ SMALL_SEGMENT = 2 << 20
 LARGE_SEGMENT = 20 << 20
 LARGE_REQUEST = 10 << 20
 ROUND_SEGMENT = 2 << 20
+_ADDRESS_RANGE = 32 << 20
 ROLES = ("parameters", "gradients", "optimizer", "activations", "transient")
 """Roles of blocks. Activations are saved for backward; the running operation alone needs transient blocks."""
 PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, TRANSIENT = 0, 1, 2, 3, 4
@@ -94,7 +95,7 @@ class CachingAllocator:
         self._granule = granule
         self._pools: dict[Hashable, tuple[_FreeBlocks, _FreeBlocks]] = {}  # large and small blocks by stream
         self._outside, self._in_graph = self._pools, dict[Hashable, tuple[_FreeBlocks, _FreeBlocks]]()
-        self._top = 1 << 32
+        self._lowest = 1 << _ADDRESS_BITS - 1
         self._holes: list[tuple[int, int]] = []  # address, bytes
 
     def malloc(self, size: int, stream: Hashable = 0, role: int = TRANSIENT) -> Block:
@@ -188,13 +189,20 @@ class CachingAllocator:
         return Block(pool, address, length)
 
     def _place(self, length: int) -> int:
-        """The address of a new segment: that of the first hole of released ones that is large enough, else above all others."""
+        """The address of a new segment: the lowest hole that is large enough, else below all others.
+
+        The driver takes ranges of multiples of 32 MiB from above, as in all recorded histories. What is left of one is a
+        hole, as is what was released.
+        """
         for i, (address, size) in enumerate(self._holes):
             if size >= length:
                 self._holes[i : i + 1] = [(address + length, size - length)] if size > length else []
                 return address
-        self._top += length
-        return self._top - length
+        whole = -(-length // _ADDRESS_RANGE) * _ADDRESS_RANGE
+        self._lowest -= whole
+        if whole > length:
+            insort(self._holes, (self._lowest + length, whole - length))
+        return self._lowest
 
     def _merge(self, block: Block) -> None:
         block.in_use = False

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from math import gcd
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,7 +18,7 @@ from forebay.config import Config, apply_override, check_experts, from_mapping, 
 from forebay.errors import UsageError, nearest
 from forebay.estimate.device import DEFAULT, DeviceProfile
 from forebay.estimate.device import load as load_device
-from forebay.estimate.fit import RankFit, largest_total
+from forebay.estimate.fit import RankFit
 from forebay.estimate.layer_time import Clock
 from forebay.estimate.layers import SAME_HOST, LayerPlan, fast_path_of, shape_of, sharing_of
 from forebay.estimate.placement import Choice, Option, by_kind, sentences
@@ -416,7 +416,7 @@ def _estimator(
         budget=budget,
         auto=auto,
     )
-    return (run if auto is None else replace(run, auto=largest_total(auto, run.error))), notes
+    return run, notes
 
 
 def _dispatcher_bytes(config: Config, text: Any, shape: Shape, sharing: Sharing) -> int:

@@ -14,7 +14,7 @@ from math import inf
 
 from forebay.config import Config
 from forebay.estimate.allocator import ROLES
-from forebay.estimate.fit import RankFit, largest_total, planning_error
+from forebay.estimate.fit import RankFit, largest_total, least_budget, planning_error
 from forebay.estimate.fsdp import least_bytes, param_groups
 from forebay.estimate.layer_time import Clock, KernelTime, LayerTimer
 from forebay.estimate.layers import LayerPlan
@@ -79,7 +79,7 @@ class RunEstimator:
         clock: of the device; of the default one if none is given.
         actions: by pipeline rank; None without a pipeline.
         budget: bytes a process may use; None if not given.
-        auto: bytes within which placements are chosen; None to take the configuration's.
+        auto: bytes within which placements are chosen, with a share for the plan's own error; None to take the configuration's.
     """
 
     config: Config
@@ -119,11 +119,10 @@ class RunEstimator:
         """Seconds of the host for a launch; 0 for a CUDA graph step."""
         return 0.0 if self.config.step.graph else self.clock.device.at("launch")
 
-    @property
-    def error(self) -> float:
-        """See `forebay.estimate.fit`. Placements that are chosen for a plan may offload."""
-        chosen = ("auto",) if self.config.memory.policy == "auto" else ("offload",) * (self.auto is not None)
-        return planning_error(self.sharing.world, self.config.memory.compile, {*self.placements.values(), *chosen})
+    def error(self, placements: Mapping[str, str]) -> float:
+        """The share for the plan's own error; see `forebay.estimate.fit`."""
+        policy = {"auto"} if self.config.memory.policy == "auto" else set()
+        return planning_error(self.sharing.world, self.config.memory.compile, {*placements.values(), *policy})
 
     @property
     def chooses(self) -> bool:
@@ -157,7 +156,7 @@ class RunEstimator:
 
         def used(placements: Mapping[str, str]) -> int:
             fit = estimate(placements).fit
-            return fit.total if self.auto is not None else fit.allocated
+            return least_budget(fit.total, fit.error) if self.auto is not None else fit.allocated
 
         kept = estimate({})
         limit = self._limit(kept)
@@ -180,13 +179,16 @@ class RunEstimator:
         ]
         stall = 0.0 if walked.plan is None else walked.plan.stall_seconds
         steps = 1 if self.engine else self.plan.microbatches  # of the manager in a step
-        return RankEstimate(self._fit(number, walked), walked.levels, tuple(sublayers), walked.before, steps * stall)
+        return RankEstimate(
+            self._fit(number, walked, placements), walked.levels, tuple(sublayers), walked.before, steps * stall
+        )
 
-    def _fit(self, number: int, walked: Walked) -> RankFit:
+    def _fit(self, number: int, walked: Walked, placements: Mapping[str, str]) -> RankFit:
         cached = walked.reserved - walked.peak.allocated if self.sharing.gpu else 0
         other = outside_bytes(self.sharing) + self.exchange
         held = dict(zip(ROLES, walked.peak.by_role, strict=True))
-        return RankFit(number, **held, other=other, where=walked.peak.where, cached=cached, error=self.error)
+        error = self.error(placements)
+        return RankFit(number, **held, other=other, where=walked.peak.where, cached=cached, error=error)
 
     def _run(self, number: int, stages: Mapping[int, StageLayers], placements: Mapping[str, str]) -> RankRun:
         c, pipeline = self.config, self.config.parallel.pp > 1
@@ -258,7 +260,7 @@ class RunEstimator:
         if self.auto is not None:
             return self.auto
         own = kept.before + kept.fit.other + parse_bytes(self.config.memory.budget)
-        return own if self.budget is None else min(own, largest_total(self.budget, self.error))
+        return own if self.budget is None else min(own, largest_total(self.budget, self.error({})))
 
     def _parts(self, stages: Mapping[int, StageLayers]) -> list[tuple[str, PartTrace, int]]:
         return [part for stage in stages.values() for part in parts_of(self.trace, stage, self.prefix)]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from forebay.errors import UsageError
-from forebay.estimate.fit import largest_total, least_budget
+from forebay.estimate.fit import least_budget
 from forebay.estimate.layers import fast_path_of, plan_layers, sharing_of
 from forebay.estimate.placement import _ChoiceCosts, rank_options
 from forebay.estimate.plan import _estimator, ask
@@ -49,8 +49,10 @@ def drawn(chance: random.Random, traces: TraceCache) -> tuple[str, RunEstimator]
         return f"{name}, {world} GPUs, {', '.join(settings)}", run
 
 
-def total(run: RunEstimator, placements: dict[str, str]) -> int:
-    return run._estimate(0, run.plan.stages(0), placements).fit.total
+def needs(run: RunEstimator, placements: dict[str, str]) -> int:
+    """The smallest budget that fits these placements."""
+    fit = run._estimate(0, run.plan.stages(0), placements).fit
+    return least_budget(fit.total, fit.error)
 
 
 def row(name: str, run: RunEstimator) -> dict[str, Any]:
@@ -59,8 +61,8 @@ def row(name: str, run: RunEstimator) -> dict[str, Any]:
     )
     sublayers = [own for stage in options.values() for own in stage]
     recomputed = {o.path: o.placement for own in sublayers for o in own if o.placement == "recompute"}
-    least = total(run, recomputed)
-    most = max(total(run, {}), least)
+    least = needs(run, recomputed)
+    most = max(needs(run, {}), least)
     times = {path: run.machine.seconds(part) for path, part, _ in run._parts(run.plan.stages(0))}
     plain = run.plan.microbatches * sum(map(sum, times.values()))
     every = []
@@ -69,18 +71,18 @@ def row(name: str, run: RunEstimator) -> dict[str, Any]:
         for chosen in product(*(range(len(own)) for own in sublayers)):
             seconds, waited = costs.seconds(chosen)
             if waited < 1e-9:
-                every.append((seconds, total(run, costs.placements(chosen))))
+                every.append((seconds, needs(run, costs.placements(chosen))))
     costs_ms: list[float] = []
     worst, took, infeasible = 1.0, 0.0, 0
     for k in range(BUDGETS):
-        budget = least_budget(least + (most - least) * k // (BUDGETS - 1)) + 1
+        budget = least + (most - least) * k // (BUDGETS - 1)
         begun = time.process_time()
-        found = replace(run, auto=largest_total(budget)).rank(0)
+        found = replace(run, auto=budget).rank(0)
         took = max(took, time.process_time() - begun)
         assert found.choice is not None
         infeasible += bool(found.over)
         costs_ms.append(1e3 * found.choice.seconds)
-        best = min((s for s, t in every if t <= largest_total(budget)), default=math.inf)
+        best = min((s for s, t in every if t <= budget), default=math.inf)
         worst = max(worst, (plain + found.choice.seconds) / (plain + best))
     rises = sum(later > earlier + 1e-6 for earlier, later in pairwise(costs_ms))
     return {

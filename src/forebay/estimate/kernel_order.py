@@ -160,35 +160,44 @@ def _kernels(log: Log, materialized: Set[int], outputs: Collection[int]) -> tupl
     inlined: dict[int, Op] = {}
     fused: list[_Kernel] = []  # since the last operation that is not fused
     for entries in _spans(log):
-        ops = [entry for entry in entries if isinstance(entry, Op)]
-        if not ops:
+        first = next((entry for entry in entries if isinstance(entry, Op)), None)
+        if first is None:
             continue  # lifetimes follow from what is read
-        freed = {entry.number for entry in entries if isinstance(entry, Freed)}
-        makes = {m.number: m.size for op in ops for m in op.made if m.number not in freed}
-        if ops[0].fused and not any(not m.recomputable or m.number in materialized for m in ops[0].made):
-            inlined.update((n, ops[0]) for n in makes)
+        makes = _made(entries)
+        if first.fused and all(m.recomputable and m.number not in materialized for m in first.made):
+            inlined.update((n, first) for n in makes)
             continue
-        reads = _in_memory(ops[0].reads, inlined)
-        kernel = _Kernel(-1, list(entries), reads, makes)
-        if not ops[0].fused:
-            found += fused
+        kernel = _Kernel(-1, list(entries), _in_memory(first.reads, inlined), makes)
+        if first.fused:
+            fused.append(_joined(fused, kernel))
+        else:
+            found += [*fused, kernel]
             fused = []
-            found.append(kernel)
-            continue
-        for other in [k for k in fused if reads & (k.reads | k.makes.keys())]:  # one kernel makes both
-            fused.remove(other)
-            kernel = _Kernel(
-                -1, other.entries + kernel.entries, other.reads | (kernel.reads - other.makes.keys()),
-                other.makes | kernel.makes,
-            )  # fmt: skip
-            reads = kernel.reads
-        fused.append(kernel)
     found += fused
     read = {n for kernel in found for n in kernel.reads}
     for index, kernel in enumerate(found):
         kernel.index = index
         kernel.entries += [Freed(n) for n in kernel.makes if n not in read and n not in outputs]
     return found, inlined
+
+
+def _made(entries: Sequence[Op | Freed | Mark]) -> dict[int, int]:
+    """Results with their bytes, without workspaces."""
+    freed = {entry.number for entry in entries if isinstance(entry, Freed)}
+    ops = [entry for entry in entries if isinstance(entry, Op)]
+    return {m.number: m.size for op in ops for m in op.made if m.number not in freed}
+
+
+def _joined(fused: list[_Kernel], kernel: _Kernel) -> _Kernel:
+    """One kernel in place of `kernel` and those of `fused` that touch what it reads, which leave the list."""
+    reads = kernel.reads
+    for other in [k for k in fused if reads & (k.reads | k.makes.keys())]:
+        fused.remove(other)
+        kernel = _Kernel(
+            -1, other.entries + kernel.entries, other.reads | (kernel.reads - other.makes.keys()),
+            other.makes | kernel.makes,
+        )  # fmt: skip
+    return kernel
 
 
 def _connect(kernels: Sequence[_Kernel]) -> None:

@@ -6,6 +6,7 @@ of each folder the names that were there when it was synced last.
 """
 
 import errno
+import json
 import logging
 import os
 import shutil
@@ -99,13 +100,21 @@ class Disk:
             os.close(handle)
 
 
+class TinyConfig:
+    def to_dict(self) -> dict[str, str]:
+        return {"model_type": "tiny"}
+
+    def to_json_string(self) -> str:
+        return json.dumps(self.to_dict())
+
+    def save_pretrained(self, folder: Path) -> None:
+        (folder / "config.json").write_text(self.to_json_string())
+
+
 class Configured(nn.Linear):
     """A model that has a configuration to save beside it."""
 
-    class config:
-        @staticmethod
-        def save_pretrained(folder: Path) -> None:
-            (folder / "config.json").write_text('{"model_type": "tiny"}')
+    config = TinyConfig()
 
     def __init__(self, number: float):
         super().__init__(2, 1)

@@ -168,7 +168,7 @@ def test_whole_runs(tiny: Callable[..., Config], tmp_path: Path) -> None:
     for one, many in zip(*read, strict=True):
         for name in ("cross_entropy_loss", "load_balance_loss", "gradient_norm", "validation_loss"):
             assert many.get(name, 0.0) == pytest.approx(one.get(name, 0.0), rel=1e-5), name  # fp32, in another order
-    assert len(metrics(tmp_path / "stopped")) == 3
+    assert len(metrics(tmp_path / "stopped")) == 2  # without the validation of step 2
 
 
 def test_as_a_person_starts_it(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from forebay.estimate.fit import RankFit, largest_total, least_budget, planning_
 from forebay.estimate.fsdp import least_bytes, param_groups
 from forebay.estimate.layer_time import Clock, KernelTime, LayerTimer
 from forebay.estimate.layers import LayerPlan
-from forebay.estimate.offloading import Link, offloaded_bytes
+from forebay.estimate.offloading import ENDS, Link, offloaded_bytes
 from forebay.estimate.parts import Part, placed_parts
 from forebay.estimate.placement import (
     Choice,
@@ -222,7 +222,7 @@ class RunEstimator:
 
     def _seconds(self, part: Part) -> tuple[float, float]:
         """Of a part's forward and backward, on the device or on the host that launches them."""
-        if part.path in ("embedding", "head"):
+        if part.path in ENDS:
             forward, backward = self.timer.end(part.trace)
         else:
             forward, backward = self.timer.sublayer(part.trace, "recompute" if part.light else part.placement)

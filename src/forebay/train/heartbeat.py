@@ -148,9 +148,7 @@ class Heartbeat:
                 try:
                     self._write(beat=beat)
                     self._read()
-                except (
-                    RuntimeError
-                ) as error:  # DistError too: the process that holds the store died, or does not answer
+                except RuntimeError as error:  # DistError too: the process that holds the store died, or is silent
                     self._store_gone = self._clock
                     if isinstance(error, DistNetworkError):
                         self._lose_unheard_holder()

@@ -24,9 +24,10 @@ def test_a_ticket_gives_back_on_the_stream_it_was_taken_on() -> None:
     torch.cuda.synchronize()
     taken, given = store._memory.free.state.tolist()[:2]
     ticket = put(store, (x := wide(6, GPU), 6))
+    restore(ticket.tables, [out := torch.zeros_like(x)])  # compiled here: that may take longer than the sleep
+    out.zero_()
     torch.cuda.synchronize()
     torch.cuda._sleep(2_000_000_000)
-    out = torch.zeros_like(x)
     restore(ticket.tables, [out])
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):

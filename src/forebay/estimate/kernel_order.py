@@ -84,7 +84,7 @@ def _as_they_are(graph: _Graph) -> list[_Kernel]:
 
 
 def _least_first(graph: _Graph) -> list[_Kernel]:
-    """Of the kernels that may run, the one that leaves least behind, if it does not raise the peak; else the smallest."""
+    """Runs next the ready kernel that leaves least behind, if one does not raise the peak; else the smallest."""
     left: dict[int, int] = {}  # readers of each storage that have not run
     for kernel in graph.kernels:
         for n in graph.held(kernel) - set(kernel.makes):
@@ -111,7 +111,7 @@ def _least_first(graph: _Graph) -> list[_Kernel]:
 
 
 def _oldest_first(graph: _Graph) -> list[_Kernel]:
-    """Of the kernels that may run, the one whose sources ran first."""
+    """Runs next the ready kernel whose sources ran first."""
     waiting = {kernel: len(kernel.sources) for kernel in graph.kernels}
     found: list[_Kernel] = []
     ran: dict[_Kernel, int] = {}

@@ -166,18 +166,18 @@ def dispatch_wait(config: Config) -> float:
 # What the host does, in operations of the profile's `launch`, which `forebay.estimate.calibrate` measures. Fitted together to
 # the steps of the first four blind draws, and of some of them again on two other hosts (benchmarks/results/step_hosts.json).
 EAGER_KERNEL, COMPILED_KERNEL = 0.54, 3.6
-"""Of each kernel of uncompiled and of compiled code, which has few besides those of the experts."""
+"""What each kernel of uncompiled and of compiled code adds. Compiled code has few besides those of the experts."""
 SUBLAYER, SUBLAYER_COMPILED = 100, 40
-"""Of a sublayer's forward or backward besides: modules, hooks, autograd, guards."""
+"""What a sublayer's forward or backward adds: modules, hooks, autograd, guards."""
 CUT = 15
 """The same for a sublayer that is split at the token dispatcher."""
 ALL_TO_ALL = 6
-"""Of an all-to-all: 0.09 ms eager (benchmarks/results/ep_exchange_4gpu.md)."""
+"""What an all-to-all adds: 0.09 ms eager (benchmarks/results/ep_exchange_4gpu.md)."""
 SELECTIVE = 3.7
-"""Of each kernel of a forward whose checkpoint chooses what it keeps (`recompute = "save-dispatch"`): torch takes every operation
-through a `TorchDispatchMode` in Python."""
+"""What each kernel adds in a forward whose checkpoint chooses what it keeps (`recompute = "save-dispatch"`): torch takes every
+operation through a `TorchDispatchMode` in Python."""
 OFFLOADED, STASHED = 2, 22
-"""Of each tensor that a sublayer offloads, and of a sublayer's pages."""
+"""What each offloaded tensor adds, and what a sublayer's pages add."""
 
 
 _KEPT: Mapping[str, str] = MappingProxyType({})

@@ -274,9 +274,9 @@ def layers_and_ends(stages: Mapping[int, StageLayers]) -> tuple[list[int], bool,
 
 # In operations of the profile's `launch`, as in `forebay.estimate.layer_time`.
 FSDP_LAUNCHES = 85
-"""Of a group of FSDP2 in a microbatch's forward (a third) and backward, besides its kernels."""
+"""What a group of FSDP2 adds to its kernels in a microbatch: a third in forward, the rest in backward."""
 STEP_LAUNCHES = 440
-"""Of a step while the device is idle: the batch, the optimizer's groups, reading the loss."""
+"""What the host does in a step while the device is idle: the batch, the optimizer's groups, reading the loss."""
 GRAPH_STEP_LAUNCHES = 80
 """The same with a step's CUDA graph."""
 

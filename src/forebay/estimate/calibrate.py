@@ -197,7 +197,8 @@ def launch(device: torch.device) -> float:
 
     def step() -> float:
         blocks.zero_grad()
-        _synchronize(device)
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
         started = time.perf_counter()
         blocks(x).sum().backward()
         return (time.perf_counter() - started) / _BLOCKS / _BLOCK_LAUNCHES
@@ -236,11 +237,6 @@ class _Block(nn.Module):
     def _norm(self, x: Tensor, weight: Tensor) -> Tensor:
         wide = x.float()
         return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)).to(x.dtype)
-
-
-def _synchronize(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def kernel(device: torch.device) -> float:

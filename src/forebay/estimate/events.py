@@ -68,6 +68,7 @@ def part_events(
 def _finished(
     f: list[AllocEvent], b: list[AllocEvent], alone: list[AllocEvent], second: list[AllocEvent], named: NamedStorages
 ) -> PartEvents:
+    """The events of a part, from those of its forward `f`, its backward `b`, its forward without a graph, and its second run."""
     f, b, alone = (_first_matmul_only(events) for events in (f, b, alone))
     never_freed = _never_freed([*f, *b])
     f = _without(f, (named.x, named.output), frees=True)

@@ -20,7 +20,7 @@ OFFLOAD_ERROR = 0.10
 AUTO_ERROR = 0.14
 """The same for `policy = "auto"`, whose placements depend on measured times: of 9 runs, two reserved 13.1 and 13.6 % more."""
 TIME_ERROR = 0.15
-"""The same for the time of a step: those four took up to 13 % longer than planned."""
+"""The share for the time of a step that its device limits: four such runs took up to 13 % longer than planned."""
 HOSTS = 1.6
 """How much longer a slow host takes for the same launches: the same configurations took 115 and 68 ms, and 27 and 18 ms, on two
 machines with H200s (runs 21 and 12 of the second blind draw, and benchmarks/results/step_kernels.json)."""

@@ -168,7 +168,7 @@ def dispatch_wait(config: Config) -> float:
 EAGER_KERNEL, COMPILED_KERNEL = 0.54, 3.6
 """What each kernel of uncompiled and of compiled code adds. Compiled code has few besides those of the experts."""
 SUBLAYER, SUBLAYER_COMPILED = 100, 40
-"""What a sublayer's forward or backward adds: modules, hooks, autograd, guards."""
+"""The host's work in a sublayer's forward or backward that does not grow with its kernels: modules, hooks, autograd, guards."""
 CUT = 15
 """The same for a sublayer that is split at the token dispatcher."""
 ALL_TO_ALL = 6

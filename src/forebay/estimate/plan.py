@@ -401,7 +401,7 @@ def _estimator(
         # Chosen placements may offload nothing: then weight gradients wait as the schedule says.
         early = c.weights_early and auto is None
         actions = traces.actions(p.schedule, p.pp, plan.microbatches, p.chunks, early)
-    run = RunEstimator(
+    return RunEstimator(
         c,
         plan,
         facts.weights,
@@ -415,8 +415,7 @@ def _estimator(
         actions=actions,
         budget=budget,
         auto=auto,
-    )
-    return run, notes
+    ), notes
 
 
 def _dispatcher_bytes(config: Config, text: Any, shape: Shape, sharing: Sharing) -> int:

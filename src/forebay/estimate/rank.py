@@ -221,7 +221,7 @@ class RunEstimator:
         return Link(rates, self._seconds, self.config.memory.offload == "all")
 
     def _seconds(self, part: Part) -> tuple[float, float]:
-        """Of a part's forward and backward, on the device or on the host that launches them."""
+        """Seconds of a part's forward and of its backward, on the slower of device and host."""
         if part.path in ENDS:
             forward, backward = self.timer.end(part.trace)
         else:
@@ -274,7 +274,7 @@ def layers_and_ends(stages: Mapping[int, StageLayers]) -> tuple[list[int], bool,
 
 # In operations of the profile's `launch`, as in `forebay.estimate.layer_time`.
 FSDP_LAUNCHES = 85
-"""What a group of FSDP2 adds to its kernels in a microbatch: a third in forward, the rest in backward."""
+"""The host's work for a group of FSDP2 in a microbatch, besides launching its kernels. A third of it is in the forward."""
 STEP_LAUNCHES = 440
 """What the host does in a step while the device is idle: the batch, the optimizer's groups, reading the loss."""
 GRAPH_STEP_LAUNCHES = 80

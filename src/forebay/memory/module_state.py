@@ -2,7 +2,7 @@
 
 Input: the modules that a region calls. Output of `state_of`: their children, buffers, hooks, modes, replaced forwards and frozen
 weights, and Forebay's own callables, as (owner, attribute, value). `as_in_forward` puts back for a time what has changed since.
-Whoever takes the state owns it.
+The caller owns the state.
 """
 
 from collections.abc import Iterable, Iterator

@@ -121,3 +121,21 @@ def test_frozen_weights_are_gathered_and_not_reduced() -> None:
     assert allocator.peak_allocated == (128 + 4 + 4) * MIB
     params.end_step()
     assert allocator.allocated == 4 * MIB  # of the trained weight's shard, in fp32
+
+
+def test_gradients_that_nobody_shares_are_cast_in_the_order_of_the_modules(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Head and embedding before layers, as in a recorded history, although their gradients are complete last."""
+    ends = ParamGroup(-1, False, 1, (GroupParam("head", "head", 8, 8, 8),))
+    layers = [ParamGroup(n, False, 1, (GroupParam("w", "", 8, 8, 8),)) for n in range(2)]
+    allocator = CachingAllocator()
+    alone = Sharing(sharded=True, parameter=4, compute=2, summed=2)
+    params = FsdpLifecycle(allocator, [ends, *layers], alone, "compute")
+    for place, name in ((1, "w"), (0, "w"), ("embedding", "head")):
+        params.enter(place, True, True, True)
+        params.keeps(place, name, allocator.malloc(16, "compute"))
+        params.leave(place, False, True, True)
+    order: list[int] = []
+    reduce = params._reduce
+    monkeypatch.setattr(params, "_reduce", lambda n: (order.append(n), reduce(n)))
+    params.end_step()
+    assert order == [0, 1, 2]

@@ -440,8 +440,8 @@ class FsdpLifecycle(_Sharded):
         return True
 
     def end_step(self) -> None:
-        """Hand over gradients that are not reduced, and reshard."""
-        for n in list(self._sums):
+        """Hand over gradients that are not reduced, in the order of the modules, and reshard."""
+        for n in sorted(self._sums):
             self._reduce(n)
         self._reduced()
         for n in list(self._whole):

@@ -194,6 +194,15 @@ def test_backward_peak_of_a_dense_sublayer_against_the_real_one() -> None:
     assert backward - 8 <= peak_of(recorder.log, begin) <= backward + 2 * hidden
 
 
+def test_the_gradient_of_probabilities_beside_sinks_is_not_padded_in_memory() -> None:
+    """As in a recorded history of a compiled GPT-OSS: probabilities, their gradient, softmax's, a scatter, and the scores'."""
+    events = traced("gpt_oss", attention="eager", compiled=True, gpu=True, block=GPU_BLOCK).layers[0].attention.events
+    assert events is not None
+    scores = BATCH * HEADS * SEQUENCE * SEQUENCE * 2
+    made = [size for number, size in events.backward if number >= 0 and size >= scores]
+    assert len(made) == 5
+
+
 def test_flops_are_those_of_torchs_counter() -> None:
     model = built("llama")
     ids = torch.randint(1, 97, (BATCH, SEQUENCE))

@@ -26,9 +26,9 @@ _KERNELS = frozenset(
     {"topk", "sort", "cumsum", "index_put", "index_put_", "embedding_dense_backward", "bincount", "_grouped_mm"}
 )
 """Operations of aten without a FLOP formula that Inductor calls as they are."""
-_DECOMPOSED = frozenset({torch.ops.aten._softmax})
+_DECOMPOSED = frozenset({torch.ops.aten._softmax, torch.ops.aten.slice_backward})
 """Operations that torch decomposes before it compiles, into pointwise ones and reductions whose results are small. Eager
-attention's probabilities come from the scores again."""
+attention's probabilities come from the scores again; their gradient gets a column for GPT-OSS's sinks."""
 _IN_PLACE = frozenset({"aten.scatter.src", "aten.scatter.value"})
 """Autograd's formulas run these in place on a result of their own, but not on subclasses of a tensor such as fake tensors."""
 _MATMULS = frozenset({"aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.baddbmm.default"})

@@ -9,6 +9,7 @@ from forebay.config import Config, Facts, FastPath, from_mapping, resolve
 
 TWO = Facts(gpu=True, processes=2, family="qwen3_moe", reaches=True)
 FOUR = dataclasses.replace(TWO, processes=4)
+ONE = dataclasses.replace(TWO, processes=1)
 HOST = (False, False, True, 0.0)  # graph, overlap, reshard, capacity: a step that the host launches
 CAPTURED = (True, True, False, 2.0)
 
@@ -66,13 +67,26 @@ TABLE: list[tuple[dict[str, dict[str, Any]], Facts, tuple[bool, bool, bool, floa
     ({"parallel": PP, "memory": {"policy": {"*.mlp.experts": "stash"}}}, TWO, HOST, "memory.policy with 'stash'"),
     ({"data": {"packing": "documents"}}, TWO, HOST, "data.packing"),
     ({"train": {"microbatch": 16}}, TWO, HOST, "one microbatch"),
-    # Alone, or with FSDP2 only, nothing changes and nothing is said.
-    ({"parallel": {"ep": 1}}, dataclasses.replace(TWO, processes=1), HOST, ""),
-    ({"parallel": {"ep": 1}}, TWO, HOST, ""),
-    ({"parallel": {"ep": 1, "overlap": True}}, TWO, (False, True, True, 0.0), ""),
+    # One process.
+    ({"parallel": {"ep": 1}}, ONE, (True, False, False, 0.0), "a step, weights gathered once a step; turned off"),
+    ({"parallel": {"ep": 1}, "model": {"compute": ""}}, ONE, (True, False, False, 0.0), "CUDA graph a step; turned off by"),
+    ({"parallel": {"ep": 1}, "memory": {"policy": "recompute"}}, ONE, (True, False, False, 0.0), "fast path: one CUDA graph"),
+    ({"parallel": {"ep": 1}, "memory": {"policy": "offload"}}, ONE, (True, False, False, 0.0), "fast path: one CUDA graph"),
+    ({"parallel": {"ep": 1, "overlap": True}}, ONE, (True, True, False, 0.0), "fast path: one CUDA graph a step"),
+    ({"parallel": {"ep": 1}}, dataclasses.replace(ONE, gathered=5 << 30), HOST, "its weights in bfloat16, gathered"),
+    ({"parallel": {"ep": 1, "reshard": True}}, ONE, HOST, "host-launched: parallel.reshard = true"),
+    ({"parallel": {"ep": 1}, "optimizer": {"fused": False}}, ONE, HOST, "host-launched: optimizer.fused = false"),
+    ({"parallel": {"ep": 1}}, dataclasses.replace(ONE, family="dbrx"), HOST, "host-launched: no model of family 'dbrx'"),
+    ({"parallel": {"ep": 1}, "memory": {"policy": "auto", "budget": "1GiB"}}, ONE, HOST, "memory.policy with 'auto'"),
+    ({"parallel": {"ep": 1}, "memory": {"policy": "recompute", "recompute": "full"}}, ONE, HOST, "memory.recompute = 'full'"),
+    ({"parallel": {"ep": 1}}, TWO, HOST, "host-launched: steps of several processes"),
+    # Without a GPU, or with a graph turned off, there is nothing to say.
+    ({"parallel": {"ep": 1}}, dataclasses.replace(ONE, gpu=False), HOST, ""),
+    ({"parallel": {"ep": 1}, "memory": {"graph": False}}, ONE, HOST, ""),
+    ({"parallel": {"ep": 1, "overlap": True}, "memory": {"graph": False}}, ONE, (False, True, True, 0.0), ""),
     # A graph that is asked for takes what it needs, wherever it runs.
     ({"memory": {"graph": True}}, FOUR, CAPTURED, "fast path"),
-    ({"memory": {"graph": True}, "parallel": {"ep": 1}}, FOUR, (True, True, False, 0.0), ""),
+    ({"memory": {"graph": True}, "parallel": {"ep": 1}}, FOUR, (True, False, False, 0.0), "fast path: weights gathered once"),
     ({"memory": {"graph": True}, "parallel": PP}, dataclasses.replace(TWO, gpu=False), (True, False, False, 0.0), "fast path"),
 ]  # fmt: skip
 

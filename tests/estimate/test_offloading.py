@@ -10,9 +10,9 @@ from forebay.estimate.offloading import Link, offloadable, offloaded_bytes
 from forebay.estimate.parts import Part
 from forebay.estimate.state import Sharing
 from forebay.estimate.types import PartEvents
-from forebay.estimate.walk import RankRun, Walked, local_actions, walk
+from forebay.estimate.walk import RankRun, Walked, walk
 from forebay.memory.timeline import Plan, Timeline
-from forebay.pipeline.schedule import Action
+from forebay.pipeline.schedule import Action, local_plan
 
 MIB = 1 << 20
 NAMES = ["l.0.mlp", "l.1.mlp", "l.2.mlp"]
@@ -44,7 +44,7 @@ def ten_seconds(part: Part) -> tuple[float, float]:
 def walked(stage: list[Part], rate: float, least: int, everything: bool = False, microbatches: int = 1) -> Walked:
     alone = Sharing(sharded=False, parameter=4, compute=4, random=False)
     run = RankRun(
-        [], alone, {0: [EMBEDDING, *stage]}, local_actions(microbatches, False),
+        [], alone, {0: [EMBEDDING, *stage]}, local_plan(microbatches, False).actions[0],
         summed=0, hidden=16 * MIB, least=least,
         link=Link((rate, rate), ten_seconds, everything),
     )  # fmt: skip

@@ -24,8 +24,7 @@ from forebay.estimate.step_time import (
     schedule_time,
 )
 from forebay.estimate.types import OpCost
-from forebay.estimate.walk import local_actions
-from forebay.pipeline.schedule import Action, PipelinePlan, make_plan
+from forebay.pipeline.schedule import Action, PipelinePlan, local_plan, make_plan
 from tests.estimate.plain_device import device
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -170,19 +169,19 @@ def test_every_schedule_does_all_work_once(name: str, microbatches: int) -> None
 
 
 def test_without_an_engine_nothing_overlaps() -> None:
-    assert schedule_time([local_actions(3, False)], [0], {0: ONE}).seconds == pytest.approx(3 * (F + B + W))
-    found = schedule_time([local_actions(2, False)], [0], {0: WITH_TRANSFERS}, engine=False)
+    assert schedule_time([local_plan(3, False).actions[0]], [0], {0: ONE}).seconds == pytest.approx(3 * (F + B + W))
+    found = schedule_time([local_plan(2, False).actions[0]], [0], {0: WITH_TRANSFERS}, engine=False)
     assert found.seconds == pytest.approx(2 * 2 * (2 + 1 + 3 + 1 + 1))
 
 
 def test_transfers_are_hidden_where_a_forward_overlaps_a_backward() -> None:
     """F0, F1 with B0, B1. Alone both wait for their transfers, but weight gradients hide half of a backward's. What hides a
     transfer is slower by a share of it."""
-    found = schedule_time([local_actions(2, True)], [0], {0: WITH_TRANSFERS})
+    found = schedule_time([local_plan(2, True).actions[0]], [0], {0: WITH_TRANSFERS})
     forward, backward = 2 * (2 + 1), 2 * (3 + 1 + 1 - 0.5)
     assert found.seconds == pytest.approx(forward + 2 * (2 + 3 + 1) + backward)
     assert found.exposed == pytest.approx([2 + 1])
-    contended = schedule_time([local_actions(2, True)], [0], {0: WITH_TRANSFERS}, contention=0.5)
+    contended = schedule_time([local_plan(2, True).actions[0]], [0], {0: WITH_TRANSFERS}, contention=0.5)
     hidden = 4 + 2 * 0.5  # all of the pair's, and half of each of the last backward's
     assert contended.seconds == pytest.approx(found.seconds + 0.5 * hidden)
 

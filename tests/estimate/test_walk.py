@@ -16,9 +16,9 @@ from forebay.estimate.parts import Part, placed_parts
 from forebay.estimate.state import Sharing, weight_shapes
 from forebay.estimate.trace import base_path, trace_model
 from forebay.estimate.types import PartEvents, PartTrace, Shape, StageLayers
-from forebay.estimate.walk import WORKSPACE, AllocatorRun, RankRun, local_actions, shortened, walk
+from forebay.estimate.walk import WORKSPACE, AllocatorRun, RankRun, shortened, walk
 from forebay.managed import manage
-from forebay.pipeline.schedule import Action
+from forebay.pipeline.schedule import Action, local_plan
 from tests.estimate.peaks import peak_of
 
 MIB = 1 << 20
@@ -47,7 +47,7 @@ EMBEDDING = Part(
 
 def rank(parts: list[Part], microbatches: int = 1, groups: list[ParamGroup] | None = None, **more: Any) -> RankRun:
     given = {"summed": 0, "hidden": 16 * MIB, **more}
-    actions = shortened(local_actions(microbatches, False), False)
+    actions = shortened(local_plan(microbatches, False).actions[0], False)
     return RankRun(groups or [], ALONE, {0: [EMBEDDING, *parts]}, actions, **given)
 
 
@@ -132,7 +132,7 @@ def test_an_engine_without_fsdp_makes_gradients_in_its_first_backward() -> None:
     )  # fmt: skip
     group = ParamGroup(0, False, 1, (GroupParam("w", "", 100 * MIB, 100 * MIB, 100 * MIB),))
     alone = Sharing(sharded=False, parameter=2, compute=2, gathered=True, random=False)
-    actions = local_actions(2, True)
+    actions = local_plan(2, True).actions[0]
     run = RankRun([group], alone, {0: [EMBEDDING, Part("l.0.mlp", 0, events)]}, actions, summed=0, hidden=16 * MIB)
     levels = walk(run, steps=1).levels
     grads = {level.action: level.by_role[GRADIENTS] // MIB for level in levels if level.where == "l.0.mlp forward"}
@@ -223,7 +223,7 @@ def test_the_peak_is_that_of_a_real_step(
     placements = {f"{prefix}.{n}.{sublayer}": placement for n in range(4) for sublayer in ("self_attn", "mlp")}
     parts = placed_parts(trace, stage, placements, prefix=prefix, recompute=mode)
     groups = param_groups(weights, range(4), True, True, ALONE)
-    actions = local_actions(microbatches, False)
+    actions = local_plan(microbatches, False).actions[0]
     run = AllocatorRun(RankRun(groups, ALONE, {0: parts}, actions, 0, 0))
     before = run.allocator.allocated
     run.gradients()

@@ -14,7 +14,7 @@ from forebay.moe.experts import experts
 from forebay.moe.wgrad import WeightGradients
 from forebay.pipeline.p2p import Links
 from forebay.pipeline.runtime import LocalBalance, PipelineRuntime, Stage
-from forebay.pipeline.schedule import PipelinePlan, overlap_plan
+from forebay.pipeline.schedule import PipelinePlan, local_plan
 
 E, K, H, INNER, V, S = 4, 2, 16, 8, 11, 6
 CPU = torch.device("cpu")
@@ -159,11 +159,13 @@ class Overlapped:
     ) -> None:
         balance = LocalBalance(routers, 1.0, device) if routers else None
         stages = {0: Stage(layers, prologue, epilogue)}
-        self.runtime = PipelineRuntime(stages, overlap_plan(1), 0, None, device, balance=balance, weights=weights)
+        self.runtime = PipelineRuntime(
+            stages, local_plan(1, overlap=True), 0, None, device, balance=balance, weights=weights
+        )
         self.context = self.runtime.context
 
     def run(self, microbatches: Sequence[Tensor]) -> Tensor:
-        self.runtime.plan = overlap_plan(len(microbatches))
+        self.runtime.plan = local_plan(len(microbatches), overlap=True)
         losses = self.runtime.run(microbatches, like)
         assert losses is not None
         return losses

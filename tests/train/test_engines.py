@@ -27,7 +27,7 @@ from forebay.train.distributed import Mesh
 from forebay.train.engines import keep_stages
 from forebay.train.trainer import Trainer
 from tests.ranks import on_processes, run_ranks
-from tests.train.common import WIDE, config, config_file, whole, write_text
+from tests.train.common import WIDE, config, config_file, differing, state_of, whole, write_text
 
 PLACED = {**WIDE, "num_hidden_layers": 5, "moe_intermediate_size": 12}
 SCHEDULES = ("dualpipev", "zbv", "interleaved-1f1b")
@@ -98,6 +98,34 @@ def test_alone_and_compiled(tmp_path: Path, no_codegen: None) -> None:
     assert losses == pytest.approx(same_losses, rel=1e-6) and grads.keys() == same.keys()
     for name, grad in grads.items():  # fp32; sums over microbatches in another order
         assert (grad - same[name]).norm() <= 1e-6 * grad.norm(), name
+
+
+# --- One microbatch after the other, as a CUDA graph has them.
+
+
+@pytest.mark.parametrize(
+    "policy",
+    ["keep", "recompute", "offload", {"*.self_attn": "offload", "*.mlp": "offload", "*.mlp.experts": "recompute"}],
+    ids=str,
+)
+def test_microbatches_in_turn_have_the_bits_of_plain_steps(folder: str, policy: Any) -> None:
+    found = []
+    for graph in (False, True):
+        settings = config(
+            folder,
+            {**WIDE, "num_hidden_layers": 3},
+            train={"batch": 6, "microbatch": 2},
+            memory={"policy": policy, "graph": graph},
+            parallel={"overlap": False, "reshard": False},
+        )
+        with Trainer(settings) as trainer:
+            assert (trainer.engine is not None) == graph
+            records = [trainer.step(number) for number in range(1, 5)]
+            found.append(
+                (state_of(trainer), [(r.cross_entropy_loss, r.load_balance_loss, r.gradient_norm) for r in records])
+            )
+    (state, figures), (same, same_figures) = found
+    assert figures == same_figures and not differing(state, same)
 
 
 # --- Recomputation and split backwards on pipelines.

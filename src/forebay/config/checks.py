@@ -79,7 +79,7 @@ def _mistakes(c: Config) -> Iterator[str]:
             "model.dtype to 'bfloat16', or leave it out"
         )
     yield from _pipeline_mistakes(c)
-    yield from _overlap_mistakes(c)
+    yield from _engine_mistakes(c)
     if 0 < float(c.parallel.capacity_factor) < 1:
         yield (
             f"parallel.capacity_factor = {c.parallel.capacity_factor} is too small; it must be at least 1.0, which is room for "
@@ -146,8 +146,12 @@ def _packing_mistakes(c: Config) -> Iterator[str]:
     """Where the boundaries of documents would be ignored, there is no packing by documents."""
     if c.data.packing != "documents":
         return
-    if c.parallel.pp > 1 or c.parallel.overlap:
-        key = "parallel.overlap = true" if c.parallel.overlap else f"parallel.pp = {c.parallel.pp}"
+    keys = {
+        "parallel.overlap = true": c.parallel.overlap,
+        f"parallel.pp = {c.parallel.pp}": c.parallel.pp > 1,
+        "memory.graph = true": c.memory.graph,
+    }
+    if key := next((key for key, is_set in keys.items() if is_set), ""):
         yield f"data.packing = 'documents' needs masks of each microbatch, and {key} has one for all; use 'joined'"
     if c.model.attention not in ("sdpa", "eager"):
         yield (
@@ -236,17 +240,20 @@ def _pipeline_mistakes(c: Config) -> Iterator[str]:
         )
 
 
-def _overlap_mistakes(c: Config) -> Iterator[str]:
-    if not c.parallel.overlap:
+def _engine_mistakes(c: Config) -> Iterator[str]:
+    """Without a pipeline, an engine runs overlapped microbatches, or a CUDA graph of one after the other."""
+    if c.parallel.pp > 1 or not (c.parallel.overlap or c.memory.graph):
         return
+    key = "parallel.overlap = true" if c.parallel.overlap else "memory.graph = true"
     placements = c.memory.placements
-    if not placements <= {"keep", "recompute", "stash"} or c.memory.recompute != "light":
+    known = {"keep", "recompute", "stash"} if c.parallel.overlap else {"keep", "offload", "recompute", "stash"}
+    if not placements <= known or c.memory.recompute != "light":
         yield (
-            "parallel.overlap = true supports memory.policy = 'keep', 'stash' or 'recompute' with memory.recompute = 'light', "
+            f"{key} supports memory.policy = {', '.join(map(repr, sorted(known)))} with memory.recompute = 'light', "
             f"not {', '.join(sorted(placements))} with {c.memory.recompute!r}"
         )
     if c.model.loss != "fused":
-        yield "parallel.overlap = true needs model.loss = 'fused'"
+        yield f"{key} needs model.loss = 'fused'"
 
 
 def _graph_mistakes(c: Config) -> Iterator[str]:
@@ -254,8 +261,8 @@ def _graph_mistakes(c: Config) -> Iterator[str]:
     p = c.parallel
     if not c.memory.graph:
         return
-    if not p.overlap and p.pp == 1:
-        yield "memory.graph = true captures steps of parallel.overlap = true or of parallel.pp above 1; set one of them"
+    if p.ep > 1 and not p.overlap and p.pp == 1:
+        yield f"memory.graph = true with parallel.ep = {p.ep} needs parallel.overlap = true"
     if p.reshard:
         yield "memory.graph = true needs an unsharded step: set parallel.reshard = false"
     if p.ep > 1 and (p.dispatch not in ("auto", "symmetric") or not p.capacity_factor):

@@ -6,6 +6,7 @@ processes of a run, and its plan, call the same pure function.
 
 The fast path is chosen only for what ran on GPUs with these keys given by hand, in comparison with steps that the host launches:
 
+    one process          tests/train/test_cuda_graph_gpu.py (all families), benchmarks/results/local_graph.json
     expert parallelism   tests/train/test_cuda_graph_gpu.py (2 GPUs, bitwise), paging_ep2_*.json and paging_ep4.json of
                          benchmarks/results
     without its graph    the arms "capacity", "exact" and "nccl" of the same files; "own routing" of ep.json, which reshards
@@ -24,6 +25,10 @@ from forebay.config.sections import AUTO, Config
 GRAPH, _ROOM = "memory.graph", "parallel.capacity_factor"
 ROOM = 2.0
 """`parallel.capacity_factor` of the fast path. Between 2 processes nothing can exceed it; the runs named above had it."""
+MOST_GATHERED = 4 << 30
+"""Bytes of gathered weights that a graph may add on one process: 5 % of a GPU with 80 GB, where a host-launched step gathers one
+layer after the other. Weights, gradients and AdamW's state take eight times as much."""
+_LOCAL_FAMILIES = ("qwen3_moe", "glm4_moe", "deepseek_v2", "deepseek_v3", "mixtral", "olmoe", "gpt_oss")
 _FAMILIES = ("qwen3_moe", "glm4_moe", "deepseek_v2")
 _PIPELINED_FAMILIES = ("qwen3_moe", "deepseek_v2")
 _PROCESSES = (2, 4)  # that shared a model in those runs
@@ -41,6 +46,7 @@ class Facts:
         reaches: whether the GPUs of each expert group read each other's memory, by the symmetric dispatcher's kernels; of a
             pipeline alone, whether all processes are on one node.
         takes_rows: whether these kernels take rows of the model's width.
+        gathered: bytes of the weights that one process gathers for a step; 0 where it computes with the weights themselves.
     """
 
     gpu: bool
@@ -48,6 +54,7 @@ class Facts:
     family: str
     reaches: bool
     takes_rows: bool = True
+    gathered: int = 0
 
 
 @dataclass(frozen=True)
@@ -56,7 +63,7 @@ class FastPath:
 
     Attributes:
         reasons: the keys that were "auto", and why each has its value.
-        obstacle: why the fast path was not chosen; "" if it was, or if no processes share experts or layers.
+        obstacle: why the fast path was not chosen; "" if it was.
     """
 
     config: Config
@@ -65,14 +72,12 @@ class FastPath:
 
     @property
     def is_fast(self) -> bool:
-        """Whether "auto" chose a part of it, where processes share experts or layers."""
-        return not self.obstacle and bool(self._taken) and self.config.parallel.ep * self.config.parallel.pp > 1
+        """Whether "auto" chose a part of it."""
+        return not self.obstacle and bool(self._taken)
 
     @property
     def line(self) -> str:
         """The line that a run prints before its first step; "" if there was nothing to choose."""
-        if self.config.parallel.ep * self.config.parallel.pp == 1:
-            return ""
         by_host = self.obstacle or ("" if self.config.memory.graph else self.reasons.get(GRAPH, ""))
         if not self.is_fast:
             return f"host-launched: {by_host}" if by_host else ""
@@ -86,7 +91,7 @@ class FastPath:
         parts = [
             (GRAPH, "false", "one CUDA graph a step", c.memory.graph),
             ("parallel.overlap", "false", "overlap", c.parallel.overlap),
-            ("parallel.reshard", "true", "weights gathered once a step", not c.parallel.reshard),
+            ("parallel.reshard", "true", "weights gathered once a step", _gathers(c) and not c.parallel.reshard),
             (_ROOM, "0", f"room for {c.parallel.capacity_factor} times even routing", c.parallel.capacity_factor),
         ]
         return [(key, off, what) for key, off, what, is_on in parts if is_on and key in self.reasons]
@@ -98,7 +103,7 @@ def implied(c: Config) -> Config:
     return _with(
         c,
         graph=captured,
-        overlap=_given(p.overlap, captured and p.pp == 1),
+        overlap=_given(p.overlap, captured and p.ep > 1 and p.pp == 1),
         reshard=_given(p.reshard, not captured),
         capacity=_given(p.capacity_factor, ROOM if captured and p.ep > 1 else 0.0),
     )
@@ -115,12 +120,36 @@ def resolve(c: Config, facts: Facts) -> FastPath:
         return FastPath(c)
     if c.memory.graph is True:
         return _explained(c, implied(c), "memory.graph = true needs it")
-    if c.parallel.ep * c.parallel.pp == 1:
-        return _explained(c, implied(c), "no processes share experts or layers")
-    obstacle = next(_obstacles(c, facts), "")
+    is_local = c.parallel.ep * c.parallel.pp == 1
+    if is_local and (c.memory.graph is False or not facts.gpu):
+        return FastPath(implied(c))  # nothing to choose, and nothing to say
+    obstacle = next(_local_obstacles(c, facts) if is_local else _obstacles(c, facts), "")
     if obstacle:
         return _explained(c, implied(c), obstacle, obstacle)
-    return _fast(c)
+    return _fast_local(c) if is_local else _fast(c)
+
+
+def _fast_local(c: Config) -> FastPath:
+    """One microbatch after the other in a graph, on one process, for a configuration without obstacles."""
+    p = c.parallel
+    overlap, capacity = _given(p.overlap, False), _given(p.capacity_factor, 0.0)
+    found = _with(c, graph=True, overlap=overlap, reshard=_given(p.reshard, False), capacity=capacity)
+    return _explained(c, found, "the fastest that ran on such GPUs")
+
+
+def _local_obstacles(c: Config, facts: Facts) -> Iterator[str]:
+    """Why a run without expert groups and pipeline is not among those that ran in a graph."""
+    if facts.processes > 1:
+        yield f"steps of several processes that share no experts and no layers did not run in a graph; {_BESIDE}"
+    if c.parallel.reshard is True:
+        yield "parallel.reshard = true"
+    if facts.gathered > MOST_GATHERED:
+        size = f"{facts.gathered / 2**30:.1f} GiB"
+        yield f"its weights in {c.model.compute}, gathered for whole steps, would take {size} more; {_BESIDE}"
+    if not c.optimizer.fused:
+        yield f"optimizer.fused = false needs memory beside the graph's; {_BESIDE}"
+    yield from _model_obstacles(c, facts, _LOCAL_FAMILIES, "one GPU")
+    yield from _placement_obstacles(c, {"keep", "offload", "recompute"}, "one GPU")
 
 
 def _fast(c: Config) -> FastPath:
@@ -149,20 +178,24 @@ def _obstacles(c: Config, facts: Facts) -> Iterator[str]:
         yield "there is no GPU to capture steps on"
     if (m.dtype, m.compute) != ("float32", "bfloat16"):
         yield f"model.dtype = 'float32' with model.compute = 'bfloat16' ran in a graph, this did not; {_BESIDE}"
-    families = _PIPELINED_FAMILIES if p.pp > 1 else _FAMILIES
+    yield from _model_obstacles(c, facts, _PIPELINED_FAMILIES if p.pp > 1 else _FAMILIES, "several GPUs")
+    yield from _mesh_obstacles(c, facts)
+    yield from _placement_obstacles(c, {"keep", "offload"} if p.pp > 1 else {"keep", "stash"}, "several GPUs")
+
+
+def _model_obstacles(c: Config, facts: Facts, families: tuple[str, ...], where: str) -> Iterator[str]:
+    m = c.model
     if facts.family not in families:
         ran = ", ".join(families)
-        yield f"no model of family {facts.family!r} ran in a graph on several GPUs, only of {ran}; {_BESIDE}"
+        yield f"no model of family {facts.family!r} ran in a graph on {where}, only of {ran}; {_BESIDE}"
     if (m.experts, m.loss) != ("forebay", "fused") or m.attention not in ("sdpa", "eager"):
         yield "it needs model.experts = 'forebay', model.loss = 'fused' and model.attention = 'sdpa' or 'eager'"
     if c.data.packing != "joined":
         yield "data.packing = 'documents' needs masks of each microbatch"
     if c.memory.precision != "exact":
         yield f"memory.precision = {c.memory.precision!r} did not run in a graph"
-    if p.reduce != "step":
+    if c.parallel.reduce != "step":
         yield "parallel.reduce = 'microbatch' did not run in a graph"
-    yield from _mesh_obstacles(c, facts)
-    yield from _placement_obstacles(c)
 
 
 def _mesh_obstacles(c: Config, facts: Facts) -> Iterator[str]:
@@ -188,12 +221,16 @@ def _mesh_obstacles(c: Config, facts: Facts) -> Iterator[str]:
         yield "a step has one microbatch, and overlap needs two; a smaller train.microbatch gives more"
 
 
-def _placement_obstacles(c: Config) -> Iterator[str]:
-    ran = {"keep", "offload"} if c.parallel.pp > 1 else {"keep", "stash"}
+def _placement_obstacles(c: Config, ran: set[str], where: str) -> Iterator[str]:
     others = sorted(c.memory.placements - ran)
     if others or c.memory.recompute != "light":
         what = f"memory.policy with {others[0]!r}" if others else f"memory.recompute = {c.memory.recompute!r}"
-        yield f"{what} did not run in a graph on several GPUs, only {' and '.join(sorted(ran))} did"
+        yield f"{what} did not run in a graph on {where}, only {' and '.join(sorted(ran))} did"
+
+
+def _gathers(c: Config) -> bool:
+    """Whether weights are gathered at all. One process computes with its weights themselves, unless in another dtype."""
+    return c.parallel.ep * c.parallel.pp > 1 or bool(c.model.compute)
 
 
 def _given(value: Any, otherwise: Any) -> Any:

@@ -165,7 +165,7 @@ class Memory:
     )
     graph: bool | str = key(
         AUTO,
-        "Capture forwards and backwards of a step in one CUDA graph; needs parallel.overlap or parallel.pp. 'auto' captures "
+        "Capture forwards and backwards of a step in one CUDA graph; with parallel.ep, parallel.overlap too. 'auto' captures "
         "where that is known to be fastest.",
         choices=(AUTO,),
     )
@@ -333,6 +333,15 @@ class Config:
             raise ValueError("memory.graph, parallel.overlap, reshard or capacity_factor is 'auto': resolve it first")
         graph, overlap, reshard, capacity_factor = values
         return StepSettings(bool(graph), bool(overlap), bool(reshard), float(capacity_factor))
+
+    @property
+    def has_engine(self) -> bool:
+        """Whether an engine of `forebay.pipeline` runs the layers of a step: for a pipeline, overlap or a CUDA graph.
+
+        Raises:
+            ValueError: as `step`.
+        """
+        return self.parallel.pp > 1 or self.step.overlap or self.step.graph
 
     def microbatch(self, world_size: int = 1) -> int:
         """Sequences a forward of each of the `world_size` processes that share the batch, with 0 resolved."""

@@ -218,8 +218,8 @@ class LayerTimer:
 
     def sublayer(self, part: PartTrace, placement: str) -> tuple[KernelTime, KernelTime]:
         """A sublayer's forward and backward."""
-        p, step, memory = self.config.parallel, self.config.step, self.config.memory
-        cut = p.pp > 1 or step.overlap or p.ep > 1
+        memory = self.config.memory
+        cut = self.config.has_engine or self.config.parallel.ep > 1
         around = (SUBLAYER_COMPILED if memory.compile else SUBLAYER) + CUT * cut + _storing(part, placement)
         ahead, back = self.clock.both_ways(part)
         forward = self._launched(ahead, around + _transfers(part.forward_ops))

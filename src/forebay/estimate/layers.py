@@ -146,8 +146,13 @@ def fast_path_of(config: Config, world: int, traces: TraceCache | None = None) -
     """
     ep = config.parallel.ep
     near = (ep if ep > 1 else world) <= SAME_HOST
-    declared = partial((traces or TraceCache()).declared, config)
-    return choose_path(config, config.device.type != "cpu", world, lambda: near, declared)
+    traces = traces or TraceCache()
+
+    def elements(declared: Any) -> int:
+        return traces.facts(config.model, declared).weights.total
+
+    declared = partial(traces.declared, config)
+    return choose_path(config, config.device.type != "cpu", world, lambda: near, declared, elements)
 
 
 def plan_layers(config: Config, world: int = 0, traces: TraceCache | None = None) -> LayerPlan:
@@ -248,7 +253,7 @@ def sharing_of(config: Config, world: int) -> Sharing:
         parameter=parameter,
         compute=compute,
         summed=4 if p.gradients == "float32" and sharded else compute,
-        gathered=p.pp > 1 or config.step.overlap,
+        gathered=config.has_engine,
         reshard=config.step.reshard,
         sums=several and p.reduce == "step",
         gpu=config.device.type != "cpu",

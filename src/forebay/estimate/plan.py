@@ -474,8 +474,8 @@ def _placement_notes(uncounted: Sequence[str], recompute_experts: Iterable[int])
 
 def _light_experts(config: Config, paths: list[str]) -> list[str]:
     """Experts that a run can recompute inside an offloaded sublayer: Forebay's, outside of compiled code."""
-    p, memory = config.parallel, config.memory
-    outside = p.pp > 1 or config.step.overlap or p.ep > 1 or not memory.compile
+    memory = config.memory
+    outside = config.has_engine or config.parallel.ep > 1 or not memory.compile
     if not outside or memory.recompute != "light" or config.model.experts != "forebay":
         return []
     return [path for path in paths if path.endswith(".experts")]

@@ -39,9 +39,9 @@ from forebay.estimate.step_time import (
     schedule_time,
 )
 from forebay.estimate.types import ModelTrace, PartTrace, StageLayers
-from forebay.estimate.walk import RankRun, StepLevel, Walked, local_actions, shortened, walk
+from forebay.estimate.walk import RankRun, StepLevel, Walked, shortened, walk
 from forebay.pipeline.model import adds_at_once
-from forebay.pipeline.schedule import Action
+from forebay.pipeline.schedule import Action, local_plan
 from forebay.policy import format_bytes, parse_bytes
 
 _LEAST, _LEAST_PIPELINE = 1 << 20, 16 << 20  # bytes below which the manager does not offload a tensor
@@ -234,7 +234,7 @@ class RunEstimator:
     def computations(self, number: int) -> list[Action]:
         """The actions of a pipeline rank that compute."""
         if self.actions is None:
-            return local_actions(self.plan.microbatches, self.config.step.overlap)
+            return list(local_plan(self.plan.microbatches, self.config.step.overlap).actions[0])
         return [action for action in self.actions[number] if action.computes]
 
     def _sums_vocabulary(self) -> bool:

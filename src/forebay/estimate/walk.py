@@ -96,7 +96,7 @@ class RankRun:
 
     @property
     def engine(self) -> bool:
-        """An engine runs the stages (a pipeline, or overlap): the token dispatcher has a stream of its own."""
+        """An engine runs the stages: the token dispatcher has a stream of its own."""
         return self.sharing.gathered
 
 
@@ -146,16 +146,6 @@ class Walked:
 def walk(run: RankRun, steps: int | None = None) -> Walked:
     """Play whole steps; by default `STEPS` after those that the manager measures."""
     return AllocatorRun(run).steps(steps if steps is not None else STEPS + _measured(run))
-
-
-def local_actions(microbatches: int, overlap: bool) -> list[Action]:
-    """The actions of a process without a pipeline in a step."""
-    forwards = [Action("F", 0, m) for m in range(microbatches)]
-    backwards = [Action("B", 0, m) for m in range(microbatches)]
-    if not overlap:
-        return [action for pair in zip(forwards, backwards, strict=True) for action in pair]
-    both = [Action("OVERLAP_F_B", -1, -1, (forwards[m], backwards[m - 1])) for m in range(1, microbatches)]
-    return [forwards[0], *both, backwards[-1]]
 
 
 def shortened(actions: Sequence[Action], engine: bool) -> Sequence[Action]:

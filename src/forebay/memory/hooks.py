@@ -268,9 +268,9 @@ class Manager:
         Args:
             timed: time the step's events and copies when the graph is replayed, for `plan_again`.
         """
-        self._transfers.captured, self.store.lanes.time_captured = True, timed
+        self._transfers.captured = True
         self.store.synchronize()
-        self.store.lanes.flags.begin()  # those of this graph: they stay until the next one
+        self.store.lanes.begin_capture(timed)
         try:
             yield
         finally:

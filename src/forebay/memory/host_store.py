@@ -109,6 +109,7 @@ class CopyLanes:
         self._epoch = _SyncEpoch()
         self.time_captured = False
         self.flags = Flags(device)
+        self._captured_events: list[torch.cuda.Event] = []
 
     def compute_stream(self) -> Any:
         """The current stream of the device, or None on a CPU.
@@ -142,6 +143,22 @@ class CopyLanes:
         that memory. So they also wait for every copy out that `compute` waits for.
         """
         return self._copy(self.back_stream, batches, compute, ())
+
+    def begin_capture(self, timed: bool) -> None:
+        """A CUDA graph is about to be captured, and the last one is gone."""
+        self.time_captured = timed
+        self._captured_events.clear()
+        self.flags.begin()  # those of this graph: they stay until the next one
+
+    def captured_event(self) -> torch.cuda.Event:
+        """A CUDA event that a graph records at each replay; between replays the host can ask for its time.
+
+        Trap: an event that is dropped before its graph ends the process at the next replay, or lets it hang. A capture may hold
+        several of the manager's steps, which forget theirs, so all are kept here until the next capture.
+        """
+        event = torch.cuda.Event(enable_timing=True, external=True)
+        self._captured_events.append(event)
+        return event
 
     def join(self) -> None:
         """Make the current stream wait for both lanes, if they are part of a capture. Every side stream must be joined before
@@ -186,7 +203,7 @@ class CopyLanes:
         pair = self._spare.pop() if self._spare else (_timed_event(), _timed_event())
         clock: CudaEvents | None = pair
         if captured:
-            clock = (external_event(), external_event()) if self.time_captured else None
+            clock = (self.captured_event(), self.captured_event()) if self.time_captured else None
         start, end = clock or pair
         start.record(lane)
         for source, target in copies:
@@ -207,11 +224,6 @@ class CopyLanes:
 
 def _timed_event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)
-
-
-def external_event() -> torch.cuda.Event:
-    """A CUDA event that a graph records at each replay; between replays the host can ask for its time."""
-    return torch.cuda.Event(enable_timing=True, external=True)
 
 
 def _is_capturing() -> bool:

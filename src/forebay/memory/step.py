@@ -16,7 +16,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from forebay.memory.autotune import Autotuner
-from forebay.memory.host_store import HostStore, Ticket, TicketState, external_event
+from forebay.memory.host_store import HostStore, Ticket, TicketState
 from forebay.memory.overrides import CallSite
 from forebay.memory.recorder import Marks, Recorder, TimelineRecorder
 from forebay.memory.storage import RegionWeights
@@ -313,7 +313,7 @@ class Transfers:
         if not self._gpu or (self.captured and not self._store.lanes.time_captured):
             return None
         if self.captured:
-            event = external_event()
+            event = self._store.lanes.captured_event()
         else:
             event = self._spare_cuda_events.pop() if self._spare_cuda_events else torch.cuda.Event(enable_timing=True)
         event.record()

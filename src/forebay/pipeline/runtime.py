@@ -1,6 +1,6 @@
 """Runs a step: a pipeline rank's plan, action by action.
 
-Input: stages, links and a plan, which may be that of a single rank (`forebay.pipeline.schedule.overlap_plan`); and the
+Input: stages, links and a plan, which may be that of a single rank (`forebay.pipeline.schedule.local_plan`); and the
 microbatches of a step. Output: gradients in the parameters' `.grad`, and the losses where the last stage is. `StageBalance` and
 `LocalBalance` are the routers' load-balancing loss where layers are on several ranks, and on one. `PipelineRuntime` owns its
 communication stream. The state of a step hangs on the call that runs it, so an exception leaves nothing behind.

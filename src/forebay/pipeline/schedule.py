@@ -57,7 +57,7 @@ class PipelinePlan:
     """One step of a pipeline.
 
     Attributes:
-        name: one of `forebay.config.SCHEDULES`, "overlap" or "forward".
+        name: one of `forebay.config.SCHEDULES`, "in turn", "overlap" or "forward".
         ranks: pipeline rank of each stage.
         microbatches: number of microbatches in a step.
         actions: actions of each rank, in its order.
@@ -119,10 +119,12 @@ def make_plan(name: str, pp: int, microbatches: int, chunks: int = 2, weights_ea
     return plan
 
 
-def overlap_plan(microbatches: int) -> PipelinePlan:
-    """The plan of a single rank with one stage, where each forward runs with the backward of the microbatch before:
+def local_plan(microbatches: int, overlap: bool) -> PipelinePlan:
+    """The plan of a single rank with one stage: one microbatch after the other, or (`overlap`) each forward together with the
+    backward of the microbatch before:
 
-        F0 | F1 with B0 | F2 with B1 | ... | F(M-1) with B(M-2) | B(M-1)
+        in turn    F0 | B0 | F1 | B1 | ... | F(M-1) | B(M-1)
+        overlap    F0 | F1 with B0 | F2 with B1 | ... | F(M-1) with B(M-2) | B(M-1)
 
     Raises:
         ValueError: no microbatches.
@@ -130,6 +132,9 @@ def overlap_plan(microbatches: int) -> PipelinePlan:
     if microbatches < 1:
         raise ValueError("there are no microbatches to run")
     forwards, backwards = ([Action(kind, 0, m) for m in range(microbatches)] for kind in (FORWARD, BACKWARD))
+    if not overlap:
+        in_turn = tuple(action for pair in zip(forwards, backwards, strict=True) for action in pair)
+        return PipelinePlan("in turn", (0,), microbatches, (in_turn,))
     pairs = zip(forwards[1:], backwards, strict=False)
     overlaps = [Action(OVERLAP, -1, -1, pair) for pair in pairs]
     return PipelinePlan("overlap", (0,), microbatches, ((forwards[0], *overlaps, backwards[-1]),))

@@ -1,15 +1,15 @@
-"""Computes the gradients of a step with an engine of `forebay.pipeline`: overlapped microbatches, or a pipeline.
+"""Computes the gradients of a step with an engine of `forebay.pipeline`: microbatches in turn, overlapped, or in a pipeline.
 
 Input: a managed model, or this rank's part of it, sharded by FSDP2 or not, and the microbatches of a step. Output:
 gradients on its parameters, as the forward and backward of one microbatch after the other leave them, and the losses where
 the last stage is. (Under mixed precision the gradients of experts, embedding and head are not rounded to bf16 before they
-are summed.) `OverlappedGradients` and `PipelinedGradients` own their engine, the CUDA graph of a step, and the hooks on
+are summed.) `LocalGradients` and `PipelinedGradients` own their engine, the CUDA graph of a step, and the hooks on
 parameters and modules.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -33,8 +33,8 @@ from forebay.pipeline.schedule import (
     FORWARD,
     PipelinePlan,
     forward_plan,
+    local_plan,
     make_plan,
-    overlap_plan,
 )
 from forebay.train.cuda_graph import CudaGraphStep, Microbatches, StepState
 from forebay.train.distributed import Mesh
@@ -162,7 +162,7 @@ class GradientEngine:
         """Capture steps from now on, if the configuration says so.
 
         Args:
-            times_offloads: whether the manager plans by the times of steps on any process.
+            times_offloads: whether the manager plans by the times of whole steps on any process.
         """
         config, mesh, memory, dispatcher = (
             self._parts.config,
@@ -195,15 +195,18 @@ class GradientEngine:
 
     def _finish(self) -> Tensor:
         """End the step; this process's part of the load balance."""
-        return self._balance.take_losses() if self._balance is not None else torch.zeros((), device=self._device)
+        imbalance = self._balance.take_losses() if self._balance is not None else torch.zeros((), device=self._device)
+        self._parts.memory.manager.join()
+        return imbalance
 
 
-class OverlappedGradients(GradientEngine):
-    """Hides the communication of each microbatch behind the computation of another one, on a model without pipeline stages.
+class LocalGradients(GradientEngine):
+    """Runs a model without pipeline stages: one microbatch after the other, or (`parallel.overlap`) each forward beside the
+    backward before it, which hides the communication of both.
 
-    The manager keeps all regions. Losses and gradients are bitwise those of plain autograd, one microbatch after the other. The
-    order of computations (`forebay.pipeline.schedule.turns`, drawn in docs/expert_parallel.md) follows from the list of layers
-    alone. So it is the same on every rank, and no rank waits for a transfer that another one enqueues later.
+    Losses and gradients are bitwise those of plain autograd, one microbatch after the other. The order of overlapped computations
+    (`forebay.pipeline.schedule.turns`, drawn in docs/expert_parallel.md) follows from the list of layers alone. So it is the same
+    on every rank, and no rank waits for a transfer that another one enqueues later.
     """
 
     def __init__(self, parts: EngineParts):
@@ -211,8 +214,8 @@ class OverlappedGradients(GradientEngine):
         super().__init__(parts, cut)
         if parts.router is not None:
             self._balance = LocalBalance(balance_loss, parts.balance, self._device)
+        plan = local_plan(microbatches_of(parts.config, parts.mesh), parts.config.step.overlap)
         stage = Stage(cut.layers, cut.prologue, cut.epilogue)
-        plan = overlap_plan(microbatches_of(parts.config, parts.mesh))
         self._runtime = PipelineRuntime(
             {0: stage}, plan, 0, None, self._device, balance=self._balance, weights=self._deferred.store
         )
@@ -272,7 +275,8 @@ class PipelinedGradients(GradientEngine):
         if experts:
             self._balance = StageBalance(experts, parts.balance, mesh.device)
         self._stages = {s: self._stage(s) for s in plan.stages(mesh.pp_rank)}
-        memory.manager.follow(self._backward_order(), steady=not config.step.reshard)
+        regions = {s: [path for layer in self._layers(s) for path in layer.regions] for s in self._stages}
+        memory.manager.follow(_backward_order(plan, self._rank, regions), steady=not config.step.reshard)
         self._runtime = self._runtime_of(plan)
         self._forward_runtime: PipelineRuntime | None = None
         self._capture(times_offloads="offload" in config.memory.placements)
@@ -304,35 +308,13 @@ class PipelinedGradients(GradientEngine):
         finally:
             self._runtime.stages, self.watcher = before, None
 
-    def _finish(self) -> Tensor:
-        imbalance = super()._finish()
-        self._memory.manager.join()
-        return imbalance
-
-    def _backward_order(self) -> list[tuple[str, int]]:
-        """The calls of regions (path, number of the call) in the order in which the plan runs their backwards."""
-        counts: dict[str, int] = {}
-        called: dict[tuple[int, int], list[tuple[str, int]]] = {}
-        order: list[tuple[str, int]] = []
-        for action in self.plan.computations(self._rank):
-            here = (action.stage, action.microbatch)
-            if action.kind == FORWARD:
-                called[here] = []
-                for number in self.partition.layers[action.stage]:
-                    for path in self._layer(number).regions:
-                        called[here].append((path, counts.get(path, 0)))
-                        counts[path] = counts.get(path, 0) + 1
-            elif action.kind != BACKWARD_WEIGHT:
-                order += reversed(called.pop(here))
-        return order
-
-    def _layer(self, number: int) -> CutLayer:
-        return self._cut.layers[self._cut.numbers.index(number)]
+    def _layers(self, stage: int) -> list[CutLayer]:
+        return [self._cut.layers[self._cut.numbers.index(n)] for n in self.partition.layers[stage]]
 
     def _stage(self, number: int) -> Stage:
         cut = self._cut
         return Stage(
-            layers=[self._layer(n) for n in self.partition.layers[number]],
+            layers=self._layers(number),
             prologue=cut.prologue if number == 0 else None,
             epilogue=cut.epilogue if number == len(self.plan.ranks) - 1 else None,
             enter=cut.enter,
@@ -349,3 +331,24 @@ class PipelinedGradients(GradientEngine):
             weights=self._deferred.store,
             idle=self._memory.manager.idle,
         )
+
+
+def _backward_order(plan: PipelinePlan, rank: int, regions: Mapping[int, Sequence[str]]) -> list[tuple[str, int]]:
+    """The calls of regions (path, number of the call) in the order in which the plan runs their backwards.
+
+    Args:
+        regions: by stage of this rank, the paths that a forward calls, in order.
+    """
+    counts: dict[str, int] = {}
+    called: dict[tuple[int, int], list[tuple[str, int]]] = {}
+    order: list[tuple[str, int]] = []
+    for action in plan.computations(rank):
+        here = (action.stage, action.microbatch)
+        if action.kind == FORWARD:
+            called[here] = []
+            for path in regions[action.stage]:
+                called[here].append((path, counts.get(path, 0)))
+                counts[path] = counts.get(path, 0) + 1
+        elif action.kind != BACKWARD_WEIGHT:
+            order += reversed(called.pop(here))
+    return order

@@ -191,6 +191,15 @@ def declared_by(config: Config) -> Any:
     return configuration(config.model, load_tokenizer(config.data.tokenizer).vocabulary)
 
 
+def elements_of(section: Model, config: Any) -> int:
+    """The number of parameters of the model with the Hugging Face configuration `config`; of tied weights, once.
+
+    Raises:
+        UsageError: the attention implementation is not available.
+    """
+    return sum(p.numel() for p in _skeleton(config, getattr(torch, section.dtype), section.attention).parameters())
+
+
 def _read_config(folder: Path) -> Any:
     from transformers import AutoConfig
 

@@ -172,14 +172,13 @@ def experts_of(model: nn.Module) -> int:
 def dispatcher_of(model: Any, mesh: Mesh, config: Config) -> TokenDispatcher | None:
     """The token dispatcher of an expert group, which the caller closes.
 
-    If `parallel.ep` is 1 it is None, except for pipelines and `parallel.overlap`, which run layers that are cut at the dispatch.
+    If `parallel.ep` is 1 it is None, except for an engine, which runs layers that are cut at the dispatch.
 
     Raises:
         UsageError: the configured backend is not available.
     """
     if mesh.expert_group is None:
-        in_stages = mesh.pp > 1 or config.step.overlap
-        return LocalDispatcher(experts_of(model)) if in_stages and experts_of(model) else None
+        return LocalDispatcher(experts_of(model)) if config.has_engine and experts_of(model) else None
     from forebay.moe.backends import make_dispatcher
 
     text = model.config.get_text_config()

@@ -33,7 +33,7 @@ from forebay.train.capacity_retry import CapacityRetries
 from forebay.train.cuda_graph import CudaGraphStep
 from forebay.train.data import IGNORE, Batch, load_mixture
 from forebay.train.distributed import Mesh
-from forebay.train.engines import EngineParts, OverlappedGradients, PipelinedGradients, keep_stages, plan_of
+from forebay.train.engines import EngineParts, LocalGradients, PipelinedGradients, keep_stages, plan_of
 from forebay.train.fast_path import fast_path_of
 from forebay.train.generators import seed_all
 from forebay.train.health import HealthRecorder, StepHealth
@@ -161,17 +161,18 @@ class Trainer:
             )
         return experts
 
-    def _build_engine(self, experts: int) -> OverlappedGradients | PipelinedGradients | None:
+    def _build_engine(self, experts: int) -> LocalGradients | PipelinedGradients | None:
         parts = EngineParts(
             self.model, self.memory, self.config, self.mesh, self._router, self._balance, self.dispatcher
         )
         try:
             if self._stages is not None:
                 return PipelinedGradients(parts, *self._stages, experts)
-            if self.config.step.overlap:
-                return OverlappedGradients(parts)
+            if self.config.has_engine:
+                return LocalGradients(parts)
         except ValueError as error:
-            raise UsageError(f"parallel.{'overlap' if self._stages is None else 'pp'}: {error}") from error
+            key = "parallel.pp" if self._stages else "parallel.overlap" if self.config.step.overlap else "memory.graph"
+            raise UsageError(f"{key}: {error}") from error
         return None
 
     def __enter__(self) -> Self:

@@ -1,0 +1,100 @@
+"""Steps of one process in a CUDA graph, the default on one GPU: the same bits as the steps that are called."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.train.common import GPU_SIZES, config, differing, state_of, write_text
+
+STEPS = 8
+_EXPERTS = {"num_experts": 8, "router_aux_loss_coef": 0.01}
+_DEEPSEEK = {
+    "n_routed_experts": 8, "intermediate_size": 256, "first_k_dense_replace": 1, "n_shared_experts": 1, "n_group": 2,
+    "topk_group": 1, "q_lora_rank": None, "kv_lora_rank": 64, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64,
+    "num_key_value_heads": 4,
+}  # fmt: skip
+_SIZES = {name: size for name, size in GPU_SIZES.items() if name != "moe_intermediate_size"}
+_WIDTH = {"moe_intermediate_size": 128}
+# Attention's dropout draws random numbers.
+FAMILIES: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {**_WIDTH, **_EXPERTS, "attention_dropout": 0.1},
+    "glm4_moe": {
+        **_WIDTH,
+        "n_routed_experts": 8,
+        "intermediate_size": 256,
+        "first_k_dense_replace": 1,
+        "n_shared_experts": 1,
+    },
+    "deepseek_v2": {**_WIDTH, **_DEEPSEEK, "n_group": 1, "topk_method": "greedy"},
+    "deepseek_v3": {**_WIDTH, **_DEEPSEEK},
+    "mixtral": {"num_local_experts": 8, "intermediate_size": 128, "router_aux_loss_coef": 0.01},
+    "olmoe": {**_EXPERTS, "intermediate_size": 128},
+    "gpt_oss": {"num_local_experts": 8, "intermediate_size": 128, "sliding_window": 128},
+}
+MEMORY: dict[str, dict[str, Any]] = {
+    "keep": {},
+    "recompute": {"policy": "recompute"},
+    "all leaves": {"policy": "offload", "offload": "all"},
+    "what fits": {"policy": "offload", "offload": "fit"},
+    "mixed": {"policy": {"*.self_attn": "offload", "*.mlp": "offload", "*.mlp.experts": "recompute"}, "offload": "all"},
+    "compiled": {"compile": True, "policy": {"*.self_attn": "recompute", "*.mlp": "offload"}, "offload": "all"},
+}
+MIXED_PRECISION = {"dtype": "float32", "compute": "bfloat16"}
+
+
+def trained(folder: Path, family: str, memory: dict[str, Any], dtypes: dict[str, str], called: bool) -> tuple[Any, Any]:
+    """State and figures after `STEPS`; `called`: no step is replayed."""
+    from forebay.train.trainer import Trainer
+
+    settings = config(
+        folder,
+        model={
+            "family": family,
+            "config": {**_SIZES, **FAMILIES[family]},
+            "attention": "eager",  # dq of flash attention's backward differs between two calls
+            **dtypes,
+        },
+        train={"batch": 6, "microbatch": 2, "sequence": 2048, "steps": STEPS, "router_bias_rate": 0.01},
+        memory={"graph": "auto", **memory},
+        parallel={"overlap": "auto", "reshard": "auto", "capacity_factor": "auto"},
+        device={"type": "cuda", "threads": 0},
+    )
+    with Trainer(settings) as trainer:
+        if called:
+            trainer.cuda_graph._may_capture = lambda: False
+        records = [trainer.step(number) for number in range(1, STEPS + 1)]
+        state, graph = state_of(trainer), trainer.cuda_graph
+        assert (graph.is_captured, graph.eager_reason) == (not called, None)
+        assert memory.get("offload") != "all" or trainer.memory.plan.planned_bytes > 0
+    return state, [(r.cross_entropy_loss, r.load_balance_loss, r.gradient_norm) for r in records]
+
+
+def compare(folder: Path, family: str, memory: dict[str, Any], dtypes: dict[str, str]) -> None:
+    write_text(folder, 2000)
+    (state, figures), (same_state, same_figures) = (
+        trained(folder, family, memory, dtypes, called) for called in (True, False)
+    )
+    assert figures == same_figures and not differing(state, same_state)
+
+
+@pytest.fixture(autouse=True)
+def _deterministic() -> Iterator[None]:
+    """Sums of rows by index are not otherwise."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES)
+def test_replayed_steps_of_every_family_have_the_bits_of_called_ones(tmp_path: Path, family: str) -> None:
+    compare(tmp_path, family, {}, {"dtype": "bfloat16"})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", MEMORY)
+def test_replayed_steps_with_every_placement_have_the_bits_of_called_ones(tmp_path: Path, name: str) -> None:
+    compare(tmp_path, "glm4_moe", MEMORY[name], MIXED_PRECISION)

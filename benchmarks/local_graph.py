@@ -79,14 +79,14 @@ def main() -> None:
     for run in sys.argv[1:] or RUNS:
         pair = []
         for graph in (False, True):
-            with get_context("fork").Pool(1) as pool:  # this process never uses the GPU
+            with get_context("fork").Pool(1) as pool:
                 pair.append(pool.apply(arm, (run, graph)))
         host, graph_row = pair
         graph_row["time"] = graph_row["ms"] / host["ms"]
         graph_row["memory"] = graph_row["reserved GiB"] / host["reserved GiB"]
         rows += pair
         print(graph_row, flush=True)
-        write("local_graph", rows)
+    write("local_graph", rows)  # not earlier: it opens the GPU, which processes forked from this one could not
     print(results_folder() / "local_graph.json")
 
 

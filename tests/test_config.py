@@ -118,8 +118,8 @@ def test_overrides(tmp_path: Path) -> None:
         (with_key("memory", precision="fp8"), ["memory.precision = 'fp8'", "model.compute", "'bfloat16'"]),
         (with_key("memory", precision="half"), ["memory.precision = 'half'", "exact, fp8"]),
         (
-            with_key("memory", graph=True) | {"parallel": {"overlap": False}},
-            ["memory.graph", "parallel.overlap = true", "parallel.pp"],
+            with_key("memory", graph=True) | {"parallel": {"ep": 2, "overlap": False}},
+            ["memory.graph = true with parallel.ep = 2", "parallel.overlap = true"],
         ),
         (
             with_key("memory", graph=True) | {"parallel": {"reshard": True}},
@@ -133,7 +133,7 @@ def test_overrides(tmp_path: Path) -> None:
             with_key("memory", graph=True) | {"parallel": {"ep": 2, "dispatch": "nccl"}},
             ["memory.graph", "parallel.dispatch = 'nccl'"],
         ),
-        (with_key("memory", graph=True, policy="offload"), ["parallel.overlap = true supports", "offload"]),
+        (with_key("memory", graph=True, policy="auto", budget="1GiB"), ["memory.graph = true supports", "'offload'", "auto"]),
         (with_key("memory", graph="yes"), ["memory.graph = 'yes'", "valid are auto, true or false"]),
         (with_key("memory", graph=1), ["memory.graph", "true or false or a text"]),
         (

@@ -185,7 +185,7 @@ def test_the_largest_microbatch_is_that_of_brute_force(pp: int, ep: int, world: 
 
 @pytest.mark.parametrize(("what", "section", "option", "middle", "step"), [
     ("sequence", "train", "sequence", 512, 128),
-    ("layers", "model", "num_hidden_layers", 5, 1),
+    ("layers", "model", "num_hidden_layers", 6, 1),
 ])  # fmt: skip
 def test_the_largest_sequence_and_depth(what: str, section: str, option: str, middle: int, step: int) -> None:
     """A budget that is one value's least finds the last value with no more, and one byte less the last one below: segments are of

@@ -222,6 +222,12 @@ def timed_together(step: Callable[[], Any]) -> tuple[float, float, int]:
     return largest(time.perf_counter() - started), host, base
 
 
+def gathered_bytes(engine: Any) -> int:
+    """Bytes of the weights that a gradient engine of Forebay gathers for a step."""
+    held = [h for group in engine._unsharded._groups() for h in group.fsdp_params]
+    return sum(t.untyped_storage().nbytes() for h in held for t in h.all_gather_outputs)
+
+
 def force_routing(routers: Iterable[Any], draw: Callable[[int, int, int, torch.device], Tensor | None]) -> None:
     """Replace each router's choice by a drawn one. Its weights become its own probabilities of that choice.
 

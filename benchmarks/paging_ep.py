@@ -10,15 +10,18 @@ compute is bf16, and the forward of a microbatch overlaps with the backward of t
     stash           the same with the experts' rows in pages
     graph           the same with forwards and backwards of the step in one CUDA graph
     graph, keep     as capacity, in one CUDA graph
+    graph, recompute    the same with the experts recomputed
     auto            what `parallel.ep` alone gives
+    local           EP 1 on one GPU in one CUDA graph: the same tokens a GPU without expert parallelism (run with one rank)
 
 A step is forward and backward of all microbatches, until the reduced gradients are on their shards. Columns:
 
     tokens/s, against nccl    of the median step of the slowest rank; its time over that of nccl in the same run
     host s                    until the host has launched a step
-    peak over base GiB        over what is held before the step, without gradients and pages; the rank that uses most. A graph's
-                              own memory is not counted by the allocator: `-`
+    peak over base GiB        over what is held before the step, without gradients and pages; the rank that uses most. Of a graph,
+                              what its capture took at most and the unsharded weights, which stay
     reserved GiB              of the caching allocator after the steps, with the graphs' pools
+    reserved over base GiB    without parameters and AdamW's states, which every arm holds between steps
     padding saved GiB         of x and h at the peak: what is saved at capacity less what the live rows take
     pages over rows           bytes of pages in use, at most, over bytes of their rows
     peak fell by              of `stash` against `capacity`, as a share of the padding
@@ -41,6 +44,7 @@ from common import (
     balanced_ids,
     by_host,
     force_routing,
+    gathered_bytes,
     largest,
     popular_ids,
     popularity_of,
@@ -67,7 +71,12 @@ ARMS: dict[str, dict[str, dict[str, Any]]] = {
         "memory": {"policy": {"*.mlp.experts": "stash"}, "graph": True},
     },
     "graph, keep": {"parallel": {"dispatch": "symmetric", "capacity_factor": 0.0}, "memory": {"graph": True}},
+    "graph, recompute": {
+        "parallel": {"dispatch": "symmetric", "capacity_factor": 0.0},
+        "memory": {"policy": {"*.mlp.experts": "recompute"}, "graph": True},
+    },
     "auto": {},
+    "local": {"parallel": {"overlap": False}, "memory": {"graph": True}},
 }  # fmt: skip
 # Calls of the same step before it is compared: the first sizes the page store, and Inductor may draw random numbers in it; a
 # graph is captured in the fourth.
@@ -126,7 +135,7 @@ def measure(
         route(trainer.model, skew)
         torch.cuda.empty_cache()
         equal = None
-        if arm in ("capacity", "stash", "graph"):
+        if not args.fast and arm in ("capacity", "stash", "graph"):
             equal = same_step(trainer, CALLS.get(arm, 3), reference)
         trainer.step(1)  # makes AdamW's states, which are part of the base
         for number in range(2, 2 + args.warm):
@@ -140,9 +149,11 @@ def measure(
         report = pages.end_step() if pages is not None else None
         seconds = [s[0] for s in steps]
         arena = pages.device_bytes if pages is not None else 0  # held between steps, for the steps
-        graphed = trainer.config.step.graph
-        if graphed:
-            assert trainer.cuda_graph is not None and trainer.cuda_graph.eager_reason is None, trainer.graph_status
+        peak = max(s[1] for s in steps)
+        if trainer.config.step.graph:
+            graph = trainer.cuda_graph
+            assert graph is not None and graph.is_captured, trainer.graph_status
+            peak = graph.peak_bytes + gathered_bytes(trainer.engine)
         row = {
             "model": name,
             "skew": skew,
@@ -151,8 +162,9 @@ def measure(
             "tokens/s": args.batch * args.sequence / statistics.median(seconds),
             "fastest, slowest s": f"{min(seconds):.3f}, {max(seconds):.3f}",
             "host s": statistics.median(s[2] for s in steps),
-            "peak over base GiB": None if graphed else (max(s[1] for s in steps) + arena) / GIB,
+            "peak over base GiB": largest(peak + arena) / GIB,
             "reserved GiB": largest(torch.cuda.memory_reserved()) / GIB,
+            "reserved over base GiB": largest(torch.cuda.memory_reserved() - owned_bytes(trainer)) / GIB,
             "equal": equal,
         }
         if pages is not None and report is not None:
@@ -160,6 +172,12 @@ def measure(
             row["device pages GiB"] = pages.device_bytes / GIB
             row["host pages GiB"] = pages.host_bytes / GIB
         return row
+
+
+def owned_bytes(trainer: Trainer) -> int:
+    """Bytes of this rank's parameters and AdamW states."""
+    states = [v for state in trainer.optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
+    return sum(local(t).untyped_storage().nbytes() for t in [*trainer.model.parameters(), *states])
 
 
 def same_step(trainer: Trainer, calls: int, reference: list[torch.Tensor]) -> bool:
@@ -235,6 +253,7 @@ def main() -> None:
     parser.add_argument("--sequence", type=int, default=4096)
     parser.add_argument("--warm", type=int, default=5)
     parser.add_argument("--steps", type=int, default=7)
+    parser.add_argument("--fast", action="store_true", help="do not compare losses and gradients")
     parser.add_argument("--name", default="paging_ep")
     args = parser.parse_args()
     rows: list[dict[str, Any]] = []

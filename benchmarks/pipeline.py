@@ -44,7 +44,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from common import GIB, MODELS, by_host, ranks, results_folder, settle_memory, timed_together, write
+from common import GIB, MODELS, by_host, gathered_bytes, ranks, results_folder, settle_memory, timed_together, write
 from ep import force_balance
 
 from forebay import Managed
@@ -275,7 +275,7 @@ def timed(trainer: Trainer, engine: PipelinedGradients, number: int) -> tuple[fl
     if trainer.cuda_graph is not None and trainer.cuda_graph.is_captured:
         # The allocator counted when the step was captured. Unsharded weights, which stay, count as in the other arms.
         taken = trainer.cuda_graph.peak_bytes
-        return seconds, taken + gathered_bytes(unsharded_step), taken - trainer.cuda_graph.result_bytes, host, 0.0
+        return seconds, taken + gathered_bytes(engine), taken - trainer.cuda_graph.result_bytes, host, 0.0
     peak, asked = torch.cuda.max_memory_allocated(), requested(device)[1]
     return seconds, peak - base, peak - held[0][0], host, float(asked - held[0][1])
 
@@ -306,12 +306,6 @@ def noting_ends(unsharded_step: UnshardedStep, found: list[tuple[int, int]]) -> 
         yield
     finally:
         del unsharded_step.end
-
-
-def gathered_bytes(unsharded_step: UnshardedStep) -> int:
-    """Bytes of the unsharded weights of a step."""
-    held = [h for group in unsharded_step._groups() for h in group.fsdp_params]
-    return sum(t.untyped_storage().nbytes() for h in held for t in h.all_gather_outputs)
 
 
 def watched(

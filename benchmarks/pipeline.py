@@ -50,7 +50,6 @@ from ep import force_balance
 from forebay import Managed
 from forebay.config import Config, from_mapping
 from forebay.estimate.layers import plan_layers
-from forebay.memory.host_store import external_event
 from forebay.memory.offload_plan import plan_interleaved
 from forebay.memory.recorder import requested
 from forebay.pipeline.activity import ActionRecorder, bubble, trace_json
@@ -391,7 +390,7 @@ class TransferMeter:
         if not self.on:
             return run(*args)
         capturing = torch.cuda.is_current_stream_capturing()
-        pair = tuple(external_event() if capturing else torch.cuda.Event(enable_timing=True) for _ in range(2))
+        pair = tuple(torch.cuda.Event(enable_timing=True, external=capturing) for _ in range(2))
         pair[0].record(stream)
         result = run(*args)
         pair[1].record(stream)

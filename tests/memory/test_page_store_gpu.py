@@ -26,10 +26,10 @@ def test_a_ticket_gives_back_on_the_stream_it_was_taken_on() -> None:
     ticket = put(store, (x := wide(6, GPU), 6))
     restore(ticket.tables, [out := torch.zeros_like(x)])  # compiled here: that may take longer than the sleep
     out.zero_()
+    side = torch.cuda.Stream()  # the first one makes 32: that may take longer, too
     torch.cuda.synchronize()
     torch.cuda._sleep(2_000_000_000)
     restore(ticket.tables, [out])
-    side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         del ticket
         assert store._memory.free.state.tolist()[:2] == [taken + 6, given], "before the rows were read"

@@ -204,7 +204,7 @@ class SymmetricDispatcher(TokenDispatcher):
         """Also forgets that a rank was late: nothing waits for it until then (`forebay.kernels.symm_mem`)."""
         self._most_exact = 0
         self._needs().zero_()
-        self._open().state[LATE] = 0
+        self._open().state[LATE].zero_()  # torch 2.11 waits for the device in `state[LATE] = 0`
 
     def suggested_factor(self) -> float | None:
         """RuntimeError if a rank was late."""
@@ -238,7 +238,7 @@ class SymmetricDispatcher(TokenDispatcher):
         peers = self._open()
         late, *needs = torch.cat([peers.state[LATE : LATE + 1], self._needs()]).tolist()
         if late:
-            peers.state[LATE] = 0
+            peers.state[LATE].zero_()
             raise RuntimeError(
                 f"rank {late - 1} of {self.size} did not join an operation within {self._timeout_s:g} s of rank "
                 f"{self.rank}; results since the last check are wrong"

@@ -171,7 +171,7 @@ class CutModel:
     def padded(self, total: Tensor) -> Tensor:
         """Zero the padding token's row of `total` [V, H], the embedding's gradient."""
         if self.embedding.padding_idx is not None:
-            total[self.embedding.padding_idx] = 0
+            total[self.embedding.padding_idx].zero_()
         return total
 
     def _take_embedded(self) -> Callable[[Tensor, Tensor], None] | None:

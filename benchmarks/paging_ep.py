@@ -19,7 +19,8 @@ A step is forward and backward of all microbatches, until the reduced gradients 
     tokens/s, against nccl    of the median step of the slowest rank; its time over that of nccl in the same run
     host s                    until the host has launched a step
     peak over base GiB        over what is held before the step, without gradients and pages; the rank that uses most. Of a graph,
-                              what its capture took at most and the unsharded weights, which stay
+                              what its capture took at most, or its results and what their reduction adds, and the unsharded
+                              weights, which stay
     reserved GiB              of the caching allocator after the steps, with the graphs' pools
     reserved over base GiB    without parameters and AdamW's states, which every arm holds between steps
     padding saved GiB         of x and h at the peak: what is saved at capacity less what the live rows take
@@ -153,7 +154,8 @@ def measure(
         if trainer.config.step.graph:
             graph = trainer.cuda_graph
             assert graph is not None and graph.is_captured, trainer.graph_status
-            peak = graph.peak_bytes + gathered_bytes(trainer.engine)
+            # In a replay the allocator sees only what `reduce` adds to the graph's results.
+            peak = max(graph.peak_bytes, peak + graph.result_bytes) + gathered_bytes(trainer.engine)
         row = {
             "model": name,
             "skew": skew,

@@ -271,10 +271,12 @@ def timed(trainer: Trainer, engine: PipelinedGradients, number: int) -> tuple[fl
         seconds, host, base = timed_together(lambda: trainer.gradients(number))
     finally:
         del unsharded_step.end
-    if trainer.cuda_graph is not None and trainer.cuda_graph.is_captured:
-        # The allocator counted when the step was captured. Unsharded weights, which stay, count as in the other arms.
-        taken = trainer.cuda_graph.peak_bytes
-        return seconds, taken + gathered_bytes(engine), taken - trainer.cuda_graph.result_bytes, host, 0.0
+    graph = trainer.cuda_graph
+    if graph is not None and graph.is_captured:
+        # The allocator counted forwards and backwards when the step was captured; in a replay, only what the reduction adds to
+        # their results. Unsharded weights, which stay, count as in the other arms.
+        taken = max(graph.peak_bytes, torch.cuda.max_memory_allocated() - base + graph.result_bytes)
+        return seconds, taken + gathered_bytes(engine), graph.peak_bytes - graph.result_bytes, host, 0.0
     peak, asked = torch.cuda.max_memory_allocated(), requested(device)[1]
     return seconds, peak - base, peak - held[0][0], host, float(asked - held[0][1])
 

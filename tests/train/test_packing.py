@@ -12,7 +12,7 @@ from forebay.config import Config
 from forebay.errors import UsageError
 from forebay.train.data import IGNORE
 from forebay.train.hf_io import TESTED
-from forebay.train.packing import check_documents_apart, makes_masks_from_positions
+from forebay.train.model_checks import check_documents_apart, makes_masks_from_positions
 from forebay.train.trainer import Trainer
 from tests.models.conftest import build_tiny, token_ids
 from tests.train.common import MODEL

@@ -1,1 +1,1 @@
-"""Job files for clusters: `job` describes a run, and one module an engine writes the file that starts it."""
+"""Job files for clusters: `job` describes a run, `engines` has the text of each engine's file, `submit` hands it over."""

@@ -7,16 +7,31 @@ refused is refused before the file is written.
 import shlex
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from types import MappingProxyType, ModuleType
+from types import MappingProxyType
 
 from forebay.errors import RunError, UsageError
-from forebay.launch import kubernetes, ray, skypilot, slurm
+from forebay.launch import engines
 from forebay.launch.job import Job
 
-ENGINES: Mapping[str, ModuleType] = MappingProxyType(
-    {"slurm": slurm, "kubernetes": kubernetes, "skypilot": skypilot, "ray": ray}
+
+@dataclass(frozen=True)
+class Engine:
+    """How an engine takes a job."""
+
+    write: Callable[[Job], str]  # makes the text of the job's file
+    submit: tuple[str, ...]  # the command that takes the file
+
+
+ENGINES: Mapping[str, Engine] = MappingProxyType(
+    {
+        "slurm": Engine(engines.slurm, ("sbatch",)),
+        "kubernetes": Engine(engines.kubernetes, ("kubectl", "apply", "-f")),
+        "skypilot": Engine(engines.skypilot, ("sky", "jobs", "launch", "--yes")),
+        "ray": Engine(engines.ray, ("ray", "job", "submit", "--no-wait", "--", "python")),
+    }
 )
 
 
@@ -41,7 +56,7 @@ def launch(job: Job, on: str, out: Path | None = None, submit: bool = False, for
         out.write_text(text, "utf-8")
     except OSError as error:
         raise UsageError(f"--out {out} cannot be written: {error.strerror}") from error
-    command = [*engine.SUBMIT, str(out.absolute())]  # Ray starts a job in a folder of the head node's choice
+    command = [*engine.submit, str(out.absolute())]  # Ray starts a job in a folder of the head node's choice
     if not submit:
         print(f"wrote {out}; submit it with: {shlex.join(command)}")
         return
@@ -49,7 +64,7 @@ def launch(job: Job, on: str, out: Path | None = None, submit: bool = False, for
     print(done.stdout, end="")
     if done.returncode:
         said = _error(done.stderr.strip()) or f"exit code {done.returncode}"
-        raise RunError(f"{engine.SUBMIT[0]} did not take {out}: {said}")
+        raise RunError(f"{engine.submit[0]} did not take {out}: {said}")
 
 
 def _error(said: str) -> str:
@@ -58,13 +73,13 @@ def _error(said: str) -> str:
     return after.rpartition("\n  ")[2].partition("\n")[2] if traceback else said
 
 
-def _check(job: Job, on: str, engine: ModuleType, out: Path | None, submit: bool, force: bool) -> None:
+def _check(job: Job, on: str, engine: Engine, out: Path | None, submit: bool, force: bool) -> None:
     if job.seconds and on in ("skypilot", "ray"):
         raise UsageError(f"--time-limit is for slurm and kubernetes; for {on} give --set train.time_limit=3h50m")
-    if on == "slurm" and 0 < job.seconds < slurm.SHORTEST:
+    if on == "slurm" and 0 < job.seconds < engines.SLURM_SHORTEST:
         raise UsageError(
-            f"--time-limit of {job.seconds} s is too short: Slurm says {slurm.WARNING} s before the limit, or up to a minute "
-            f"earlier, that it is near, and the run stops; give {slurm.SHORTEST} s or more"
+            f"--time-limit of {job.seconds} s is too short: Slurm says {engines.SLURM_WARNING} s before the limit, or up to "
+            f"a minute earlier, that it is near, and the run stops; give {engines.SLURM_SHORTEST} s or more"
         )
     if job.image and on == "ray":
         raise UsageError("--image is for slurm, kubernetes and skypilot; Ray's workers have the image of the cluster")
@@ -72,9 +87,9 @@ def _check(job: Job, on: str, engine: ModuleType, out: Path | None, submit: bool
         raise UsageError("--submit submits a file, which also continues the run later; name it with --out FILE")
     if submit and on == "kubernetes" and not job.image:
         raise UsageError("--submit on kubernetes needs --image, a container image with Forebay")
-    if submit and shutil.which(engine.SUBMIT[0]) is None:
+    if submit and shutil.which(engine.submit[0]) is None:
         raise UsageError(
-            f"--submit needs {on}'s program {engine.SUBMIT[0]!r}, which is not on the PATH; "
+            f"--submit needs {on}'s program {engine.submit[0]!r}, which is not on the PATH; "
             "without --submit the file is written, and can be submitted elsewhere"
         )
     if out is not None and out.exists() and not force:

@@ -544,8 +544,8 @@ def _warn_of_network(config: "Config", world: int, per_node: int) -> None:
 
 def _launch(options: argparse.Namespace) -> None:
     from forebay.config import load
+    from forebay.launch.engines import launch
     from forebay.launch.job import describe
-    from forebay.launch.submit import launch
 
     job = describe(
         options.config,

@@ -1,1 +1,1 @@
-"""Job files for clusters: `job` describes a run, `engines` has the text of each engine's file, `submit` hands it over."""
+"""Job files for clusters: `job` describes a run, `engines` writes the file that starts it and hands it over."""

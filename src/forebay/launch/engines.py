@@ -1,26 +1,33 @@
-"""The text of a job's file, for each engine.
+"""``forebay launch``: the text of each engine's job file, and the engine's own program that takes it.
 
-Input: a `Job`, which was checked. Output: a script, YAML or a program that starts the run, or continues it if there is a
-checkpoint. Lines that a user should look at say EDIT.
+Input: a `Job` and the name of an engine. Output: text on standard output or a new file, and the engine's answer. The text is a
+script, YAML or a program that starts the run, or continues it if there is a checkpoint; lines that a user should check say EDIT.
+Everything that can be refused is refused before the file is written.
 """
 
 import json
 import shlex
+import shutil
+import subprocess
 import sys
 import textwrap
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
+from forebay.errors import RunError, UsageError
 from forebay.launch.job import EXIT_PREEMPTED, PORT, Job
 
-SLURM_WARNING = 120  # seconds between SIGUSR1 and the time limit
+_SLURM_WARNING = 120  # seconds between SIGUSR1 and the time limit
 # Seconds of a time limit: Slurm sends the signal up to 60 s early, and a run must get further than its start.
-SLURM_SHORTEST = 300
+_SLURM_SHORTEST = 300
 # Where the processes find the configuration.
 _MOUNTED_CONFIG = "/etc/forebay/config.toml"  # of Kubernetes
 _COPIED_CONFIG = "/tmp/forebay/config.toml"  # of SkyPilot
 
 
-def slurm(job: Job) -> str:
+def _slurm(job: Job) -> str:
     """A Slurm batch script that starts one torchrun on each node. The processes find each other through the first node.
 
     Slurm sends SIGUSR1 before the time limit, and SIGTERM when it preempts the job; the run saves, ends with `EXIT_PREEMPTED`,
@@ -40,7 +47,7 @@ def slurm(job: Job) -> str:
 {limit}
 ##SBATCH --partition=gpu           # EDIT, or set SBATCH_PARTITION
 ##SBATCH --account=project         # EDIT, or set SBATCH_ACCOUNT
-#SBATCH --signal=USR1@{SLURM_WARNING}          # EDIT: seconds before the time limit; more than a step and a save take
+#SBATCH --signal=USR1@{_SLURM_WARNING}          # EDIT: seconds before the time limit; more than a step and a save take
 #SBATCH --requeue
 #SBATCH --open-mode=append         # a requeued job goes on in the same file
 #SBATCH --output=%x-%j.out
@@ -88,7 +95,7 @@ def _clock(seconds: int) -> str:
     return f"{seconds // 3600:02}:{seconds // 60 % 60:02}:{seconds % 60:02}"
 
 
-def kubernetes(job: Job) -> str:
+def _kubernetes(job: Job) -> str:
     """A `TrainJob` of Kubeflow Trainer v2, after a ConfigMap that holds the configuration, unless it is a preset.
 
     The runtime ``torch-distributed`` tells torchrun the nodes through PET_* variables. Runs are on a volume claim at /runs.
@@ -179,7 +186,7 @@ def _volume(job: Job) -> str:
     return textwrap.indent(f"- name: config\n  configMap: {{name: {job.name}}}\n", " " * 26)
 
 
-def skypilot(job: Job) -> str:
+def _skypilot(job: Job) -> str:
     """A YAML task for ``sky jobs launch``, which finds machines again after a preemption.
 
     The configuration is copied to the machines. Runs are on a volume at /runs.
@@ -218,7 +225,7 @@ run: |
 """
 
 
-def ray(job: Job) -> str:
+def _ray(job: Job) -> str:
     """A Python program that runs ``forebay train`` on each worker of a `TorchTrainer` of Ray Train.
 
     Ray starts the processes, makes their process group, which the run uses, and starts all again if one fails.
@@ -268,3 +275,82 @@ if __name__ == "__main__":
     )
     trainer.fit()
 '''
+
+
+@dataclass(frozen=True)
+class Engine:
+    """How an engine takes a job."""
+
+    write: Callable[[Job], str]  # makes the text of the job's file
+    submit: tuple[str, ...]  # the command that takes the file
+
+
+ENGINES: Mapping[str, Engine] = MappingProxyType(
+    {
+        "slurm": Engine(_slurm, ("sbatch",)),
+        "kubernetes": Engine(_kubernetes, ("kubectl", "apply", "-f")),
+        "skypilot": Engine(_skypilot, ("sky", "jobs", "launch", "--yes")),
+        "ray": Engine(_ray, ("ray", "job", "submit", "--no-wait", "--", "python")),
+    }
+)
+
+
+def launch(job: Job, on: str, out: Path | None = None, submit: bool = False, force: bool = False) -> None:
+    """Write the job file of engine `on` and, with `submit`, submit it.
+
+    Args:
+        out: the file; None is standard output.
+        force: overwrite the file.
+
+    Raises:
+        UsageError: an option that the engine does not have, a file that exists, or an engine that is not installed.
+        RunError: the engine refused the job; the message is the engine's.
+    """
+    engine = ENGINES[on]
+    _check(job, on, engine, out, submit, force)
+    text = engine.write(job)
+    if out is None:
+        print(text, end="")
+        return
+    try:
+        out.write_text(text, "utf-8")
+    except OSError as error:
+        raise UsageError(f"--out {out} cannot be written: {error.strerror}") from error
+    command = [*engine.submit, str(out.absolute())]  # Ray starts a job in a folder of the head node's choice
+    if not submit:
+        print(f"wrote {out}; submit it with: {shlex.join(command)}")
+        return
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    print(done.stdout, end="")
+    if done.returncode:
+        said = _error(done.stderr.strip()) or f"exit code {done.returncode}"
+        raise RunError(f"{engine.submit[0]} did not take {out}: {said}")
+
+
+def _error(said: str) -> str:
+    """The message to show: what a program said, or the exception alone if it ended with a Python traceback."""
+    _, traceback, after = said.rpartition("Traceback (most recent call last):")
+    return after.rpartition("\n  ")[2].partition("\n")[2] if traceback else said
+
+
+def _check(job: Job, on: str, engine: Engine, out: Path | None, submit: bool, force: bool) -> None:
+    if job.seconds and on in ("skypilot", "ray"):
+        raise UsageError(f"--time-limit is for slurm and kubernetes; for {on} give --set train.time_limit=3h50m")
+    if on == "slurm" and 0 < job.seconds < _SLURM_SHORTEST:
+        raise UsageError(
+            f"--time-limit of {job.seconds} s is too short: Slurm says {_SLURM_WARNING} s before the limit, or up to "
+            f"a minute earlier, that it is near, and the run stops; give {_SLURM_SHORTEST} s or more"
+        )
+    if job.image and on == "ray":
+        raise UsageError("--image is for slurm, kubernetes and skypilot; Ray's workers have the image of the cluster")
+    if submit and out is None:
+        raise UsageError("--submit submits a file, which also continues the run later; name it with --out FILE")
+    if submit and on == "kubernetes" and not job.image:
+        raise UsageError("--submit on kubernetes needs --image, a container image with Forebay")
+    if submit and shutil.which(engine.submit[0]) is None:
+        raise UsageError(
+            f"--submit needs {on}'s program {engine.submit[0]!r}, which is not on the PATH; "
+            "without --submit the file is written, and can be submitted elsewhere"
+        )
+    if out is not None and out.exists() and not force:
+        raise UsageError(f"--out {out} exists; --force overwrites it")

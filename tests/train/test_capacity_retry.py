@@ -114,9 +114,8 @@ def trained(config: Config, narrowed: bool) -> tuple[dict[str, Tensor], list[flo
         for step in range(1, STEPS + 1):
             if isinstance(dispatcher, NarrowDispatcher):
                 short = short_in(step, dispatches, mesh.pp_rank) if step > 1 else set()
-                dispatcher.begin(
-                    short | {n + dispatches for n in short}
-                )  # in the second attempt too, if it is not exact
+                # In the second attempt too, if it is not exact.
+                dispatcher.begin(short | {n + dispatches for n in short})
             record = trainer.step(step)
             if isinstance(dispatcher, NarrowDispatcher):
                 dispatches = dispatches or dispatcher.count

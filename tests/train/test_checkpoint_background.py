@@ -22,7 +22,7 @@ from forebay.train.checkpoint import Checkpoints, SavedCheckpoint
 from forebay.train.distributed import ALONE, Mesh
 from forebay.train.trainer import Trainer
 from tests.ranks import on_processes, run_ranks
-from tests.train.common import config, config_file, differing, state_of, train_command, write_text
+from tests.train.common import config, config_file, differing, pair, state_of, train_command, write_text
 
 
 class Gate:
@@ -86,12 +86,6 @@ def saved_by_experts(rank: int, world: int, folder: str) -> list[str]:
 @pytest.mark.parametrize("of_rank", [saved_by_experts, saved_by_a_pipeline])
 def test_of_two_processes(tmp_path: Path, of_rank: Callable[..., list[str]]) -> None:
     assert run_ranks(of_rank, 2, write_text(tmp_path)) == [[], []]
-
-
-def pair(seed: int = 0) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(seed)
-    model = torch.nn.Linear(3, 2)
-    return model, torch.optim.AdamW(model.parameters())
 
 
 def test_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from forebay.train.loop import train
 from forebay.train.parallel import ShardedAdamW
 from forebay.train.trainer import Trainer
 from tests.ranks import run_ranks
-from tests.train.common import MODEL, WIDE, config, differing, state_of, write_text
+from tests.train.common import MODEL, WIDE, config, differing, figures_of, state_of, write_text
 from tests.train.test_cuda_graph import Pretence
 
 OPEN: dict[str, Any] = {"overlap": "auto", "reshard": "auto", "capacity_factor": "auto"}
@@ -148,7 +148,7 @@ def test_a_capture_that_fails_leaves_no_trace(tmp_path: Path, monkeypatch: pytes
                 records = [trainer.step(number) for number in range(1, 7)]
                 states.append(state_of(trainer))
                 said = trainer.graph_status
-        figures.append([(r.cross_entropy_loss, r.load_balance_loss, r.gradient_norm) for r in records])
+        figures.append([figures_of(r) for r in records])
     assert figures[0] == figures[1]
     assert not differing(*states)
     assert (
@@ -210,7 +210,7 @@ def lacking_room(rank: int, world: int, folder: str) -> tuple[list[str], list[bo
                     held.append(trainer.cuda_graph is not None and trainer.cuda_graph.has_graph)
                 states.append(state_of(trainer))
                 statuses.append(trainer.graph_status)
-        figures.append([(r.cross_entropy_loss, r.load_balance_loss, r.gradient_norm) for r in records])
+        figures.append([figures_of(r) for r in records])
     return differing(*states), held, figures[0] == figures[1], statuses
 
 

@@ -24,10 +24,8 @@ from tests.train.common import GLM, config, metrics, quiet, write_text
 
 def test_figures_by_hand() -> None:
     health = StepHealth((0, 0, 1, 1), (1.0, 1.5, 3.0, 3.25), (10, 30, 20, 5), (0, 3), ((4, 0), (1, 3)), (0.5, 0.25))
-    assert health.slowest == (
-        1,
-        0.25,
-    )  # of the stage of processes 0 and 1; those of the other stage have longer to compute
+    # Of the stage of processes 0 and 1; those of the other stage have longer to compute.
+    assert health.slowest == (1, 0.25)
     assert health.max_over_mean == (2.0, 1.5) and health.unused == (1, 0)
     scalars = health.scalars()
     assert scalars["expert_load_max_over_mean"] == 2.0 and scalars["unused_experts"] == 1

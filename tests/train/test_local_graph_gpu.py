@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.train.common import GPU_SIZES, config, differing, state_of, write_text
+from tests.train.common import GPU_SIZES, config, differing, figures_of, state_of, write_text
 
 STEPS = 8
 _EXPERTS = {"num_experts": 8, "router_aux_loss_coef": 0.01}
@@ -69,7 +69,7 @@ def trained(folder: Path, family: str, memory: dict[str, Any], dtypes: dict[str,
         state, graph = state_of(trainer), trainer.cuda_graph
         assert (graph.is_captured, graph.eager_reason) == (not called, None)
         assert memory.get("offload") != "all" or trainer.memory.plan.planned_bytes > 0
-    return state, [(r.cross_entropy_loss, r.load_balance_loss, r.gradient_norm) for r in records]
+    return state, [figures_of(r) for r in records]
 
 
 def compare(folder: Path, family: str, memory: dict[str, Any], dtypes: dict[str, str]) -> None:

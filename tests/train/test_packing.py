@@ -137,11 +137,7 @@ def test_layers_that_carry_a_state_are_refused(family: str) -> None:
 
 
 def test_a_run_asks(short: Callable[..., Config]) -> None:
-    family = {
-        "family": "gpt_oss",
-        "config": {"num_hidden_layers": 1, "hidden_size": 16, "head_dim": 8, "num_local_experts": 4},
-    }
-    sizes = {"intermediate_size": 8, "num_attention_heads": 2, "num_key_value_heads": 1, "num_experts_per_tok": 2}
-    family["config"].update(sizes)  # type: ignore[attr-defined]
+    sizes = {name: size for name, size in MODEL.items() if name not in ("num_experts", "moe_intermediate_size")}
+    model = {"family": "gpt_oss", "config": {**sizes, "num_local_experts": 4}, "attention": "eager"}
     with pytest.raises(UsageError, match=r"would let attention cross documents: GptOssModel"):
-        Trainer(short(model={**family, "attention": "eager"}))
+        Trainer(short(model=model))

@@ -70,14 +70,6 @@ def test_a_time_limit_leaves_room_for_a_save_after_the_one_under_way(seed: int) 
     assert limit - 2.5 * 2 * (slowest_step + slowest_save) <= now <= limit
 
 
-def test_no_limit_is_never_near() -> None:
-    now = 0.0
-    watch = TimeLimit(clock=lambda: now)
-    now = 1e12
-    watch.stepped()
-    assert not watch.is_near and not watch.needs_measured_save
-
-
 def signalled(command: list[str], at: int, number: int) -> int:
     """The command line, with a signal to this process in the middle of a step."""
     step = Trainer.step

@@ -14,8 +14,8 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -47,7 +47,7 @@ def program() -> NoReturn:
     options = _parser().parse_args()
     plans = options.command == "plan"
     if plans:
-        gc.disable()  # see `_without_collector`: turned on again, it looks at all that the plan made
+        gc.disable()  # the collector takes a fifth of a plan's time, and almost everything lives until the end
     code = _run_command(options)
     if plans:
         with suppress(OSError):  # `main` has said so
@@ -340,14 +340,13 @@ def _plan(options: argparse.Namespace) -> int:
     budget = None if options.budget is None else parse_bytes(options.budget)
     if options.auto and budget is None:
         raise UsageError("--auto chooses placements that fit a budget; give --budget, such as 80GiB")
-    with _without_collector():
-        if options.trainer == "hf":
-            return _answer_hf(options, budget)
-        if options.arguments:
-            raise UsageError(
-                f"--hf {options.arguments[0]} is for --trainer hf; Forebay's trainer has --set SECTION.KEY=VALUE"
-            )
-        return _answer_plan(options, budget)
+    if options.trainer == "hf":
+        return _answer_hf(options, budget)
+    if options.arguments:
+        raise UsageError(
+            f"--hf {options.arguments[0]} is for --trainer hf; Forebay's trainer has --set SECTION.KEY=VALUE"
+        )
+    return _answer_plan(options, budget)
 
 
 def _answer_plan(options: argparse.Namespace, budget: int | None) -> int:
@@ -465,18 +464,6 @@ def _device(name: str) -> "DeviceProfile":
         raise UsageError(f"--device: {error}") from error
 
 
-@contextmanager
-def _without_collector() -> Iterator[None]:
-    """Turn off Python's garbage collector, which takes a fifth of a plan's time: almost everything lives until the end."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
-
-
 def _profile(options: argparse.Namespace) -> None:
     config = _configured(options)
     _quiet_transformers()
@@ -544,8 +531,8 @@ def _warn_of_network(config: "Config", world: int, per_node: int) -> None:
 
 def _launch(options: argparse.Namespace) -> None:
     from forebay.config import load
+    from forebay.launch.engines import launch
     from forebay.launch.job import describe
-    from forebay.launch.submit import launch
 
     job = describe(
         options.config,

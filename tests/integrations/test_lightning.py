@@ -99,11 +99,7 @@ def test_fit_is_as_without_forebay_and_logs_memory(package: str, tmp_path: Path)
         fused = module(package)
         with pytest.warns(UserWarning, match="budget='1GiB' limits GPU memory, and this run is on CPUs"):
             fit(package, fused, [again], precision="bf16-mixed")
-        assert (
-            len(fused.losses) == 4
-            and fused.losses == pytest.approx(plain.losses, rel=5e-3)
-            and is_restored(fused.model)
-        )
+        assert fused.losses == pytest.approx(plain.losses, rel=5e-3) and is_restored(fused.model)
 
 
 @pytest.mark.gpu
@@ -116,9 +112,8 @@ def test_fit_on_a_gpu_within_a_budget(tmp_path: Path) -> None:
     added = callback("auto", "1GiB", compile=True, min_bytes=1)
     logger = importlib.import_module("lightning.pytorch.loggers").CSVLogger(tmp_path)
     fit("lightning", ours, [added], logger=logger, log_every_n_steps=1, **options)
-    assert ours.losses == pytest.approx(plain.losses, rel=1e-2) and is_restored(
-        ours.model
-    )  # bf16, other orders of sums
+    assert ours.losses == pytest.approx(plain.losses, rel=1e-2)  # bf16, other orders of sums
+    assert is_restored(ours.model)
     logged = list(csv.DictReader((Path(logger.log_dir) / "metrics.csv").open()))
     assert len(logged) == 8 and all(0 < float(row["memory/peak"]) < 1 for row in logged)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 import forebay
-import forebay.integrations.trl
+import forebay.integrations.transformers
 import forebay.models.fused_loss
 from forebay.integrations.run import parse_policy
 from forebay.managed import unwrap
@@ -252,13 +252,13 @@ def test_log_probabilities_of_sft(lora: bool, loss: Any, calls: int, monkeypatch
     """Forebay's where the head is frozen, in training alone, under mixed precision, and in a second `train` too. The test above
     shows that the figures are TRL's."""
     seen: list[torch.dtype] = []
-    ours = forebay.integrations.trl.linear_log_probs
+    ours = forebay.integrations.transformers.linear_log_probs
 
     def counted(hidden: Tensor, *args: Any, **options: Any) -> Any:
         seen.append(torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else hidden.dtype)
         return ours(hidden, *args, **options)
 
-    monkeypatch.setattr(forebay.integrations.trl, "linear_log_probs", counted)
+    monkeypatch.setattr(forebay.integrations.transformers, "linear_log_probs", counted)
     rows = []
     for callbacks in ([], [callback("offload", loss=loss)]):
         trainer = trainer_of("sft", callbacks, lora, max_steps=4, bf16=True)

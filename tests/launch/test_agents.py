@@ -194,12 +194,8 @@ def test_a_run_goes_on_with_fewer_processes_and_then_with_more(tmp_path: Path, s
 def test_agents_with_a_gpu_each(tmp_path: Path, start_agent: Agents) -> None:
     """The killed agent comes back, over NCCL: bitwise the losses of two agents without interruption."""
     sizes = {**GPU_SIZES, "num_experts": 8}
-    model = {
-        "family": "qwen3_moe",
-        "config": sizes,
-        "dtype": "float32",
-        "attention": "eager",
-    }  # a deterministic backward
+    # Eager attention: a deterministic backward.
+    model = {"family": "qwen3_moe", "config": sizes, "dtype": "float32", "attention": "eager"}
     found = []
     for name in ("whole", "killed"):
         file, port = configure(tmp_path / name, sizes, model=model, device={"type": "cuda"}), free_port()

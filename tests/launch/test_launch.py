@@ -22,7 +22,7 @@ import yaml
 from forebay import cli
 from forebay.config import load
 from forebay.launch import torchrun
-from forebay.launch.submit import ENGINES
+from forebay.launch.engines import ENGINES
 from tests.conftest import Run
 from tests.ranks import start, wait_until
 from tests.test_cli import one_sentence

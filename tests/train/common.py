@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ import torch.distributed as dist
 from rich.console import Console
 
 from forebay.config import Config, from_mapping
+from tests.ranks import Started, start, start_ranks
 
 CPU = torch.device("cpu")
 MODEL: dict[str, Any] = {
@@ -137,6 +138,24 @@ def metrics(folder: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+def losses(folder: Path) -> list[tuple[float, ...]]:
+    """The number of each step of a run, its losses and the norm of its gradient, with every digit."""
+    names = ("step", "cross_entropy_loss", "load_balance_loss", "gradient_norm")
+    return [tuple(record[name] for name in names) for record in metrics(folder) if "gradient_norm" in record]
+
+
+def figures_of(record: Any) -> tuple[float, ...]:
+    """The losses of a step, and the norm of its gradient."""
+    return record.cross_entropy_loss, record.load_balance_loss, record.gradient_norm
+
+
+def pair(number: float = 0.0) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    """A model whose weights are a number, and its optimizer, for checkpoints."""
+    model = torch.nn.Linear(2, 1)
+    torch.nn.init.constant_(model.weight, number)
+    return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+
 def local(tensor: Any) -> torch.Tensor:
     return (tensor.to_local() if hasattr(tensor, "to_local") else tensor).detach()
 
@@ -250,3 +269,34 @@ def config_file(folder: Path | str, config: Config) -> Path:
     file = Path(folder) / "c.toml"
     file.write_text(text)
     return file
+
+
+class Job:
+    """A command that a batch system starts again and again, on `processes` processes.
+
+    Attributes:
+        folder: has its configuration and its run.
+        running: the processes that were started last.
+    """
+
+    def __init__(self, folder: Path, processes: int, timeout: int = 60, **sections: Any) -> None:
+        folder.mkdir(exist_ok=True)
+        parallel = {"ep": 2, "timeout": timeout} if processes > 1 else {}
+        config_file(folder, config(write_text(folder), parallel=parallel, **sections))
+        self.folder, self.processes = folder, processes
+        self.running: list[Started] = []
+
+    def start(self, run: Callable[..., int], *given: Any, overrides: tuple[str, ...] = ()) -> None:
+        """Call ``run(COMMAND, *given)`` in each process."""
+        command = [*train_command(self.folder / "c.toml", *overrides), "--resume", "auto"]
+        alone = self.processes == 1
+        self.running = [start(run, command, *given)] if alone else start_ranks(run, self.processes, command, *given)
+
+    def ended(self) -> tuple[list[Any], str, str]:
+        """Exit codes, and what all processes wrote on their two streams."""
+        written = [process.communicate(timeout=120) for process in self.running]
+        return [p.returncode for p in self.running], "".join(o for o, _ in written), "".join(e for _, e in written)
+
+    def kill(self) -> None:
+        for process in self.running:
+            process.kill()

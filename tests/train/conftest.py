@@ -1,10 +1,11 @@
-"""The tiniest run: two layers of width 16 on a text file, everything in a temporary folder."""
+"""The tiniest run: two layers of width 16 on a text file, everything in a temporary folder; deterministic sums on a GPU."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from forebay.config import Config
 from tests.train import common
@@ -27,3 +28,11 @@ def tiny(tmp_path: Path) -> Callable[..., Config]:
         return common.config(tmp_path, **sections)
 
     return make
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    """Sums of rows by index on a GPU are not otherwise."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield
+    torch.use_deterministic_algorithms(False)

@@ -25,7 +25,7 @@ from forebay.train.distributed import ALONE, Mesh
 from forebay.train.trainer import Trainer
 from tests.helpers import count_handles
 from tests.ranks import run_ranks
-from tests.train.common import CPU, GLM, MODEL, differing, state_of
+from tests.train.common import CPU, GLM, MODEL, differing, figures_of, state_of
 
 ROOMY = 1.25  # capacity factor that the dispatcher below suggests; more on higher ranks
 STEPS = 5
@@ -76,8 +76,16 @@ class NarrowDispatcher(NcclDispatcher):
         return ROOMY + self.rank
 
 
-def narrow(_: str, group: Any, num_experts: int, **__: Any) -> NarrowDispatcher:
-    return NarrowDispatcher(group, num_experts)
+@contextmanager
+def opened(raw: dict[str, Any], narrowed: bool) -> Iterator[Trainer]:
+    """A trainer and its mesh, with a dispatcher that drops rows, or with one that drops none."""
+    config, kind = from_mapping(raw), NarrowDispatcher if narrowed else NcclDispatcher
+    with (
+        patch.object(dispatchers, "make_dispatcher", lambda _, group, experts, **__: kind(group, experts)),
+        Mesh.open(config) as mesh,
+        Trainer(config, mesh) as trainer,
+    ):
+        yield trainer
 
 
 def all_state(trainer: Trainer) -> dict[str, Tensor]:
@@ -100,28 +108,22 @@ def short_in(step: int, dispatches: int, pp_rank: int) -> set[int]:
     }.get(step, set())
 
 
-def trained(config: Config, narrowed: bool) -> tuple[dict[str, Tensor], list[float], list[Any]]:
+def trained(raw: dict[str, Any], narrowed: bool) -> tuple[dict[str, Tensor], list[Any], list[Any]]:
     """State at the end, losses and norms, and why steps were run again."""
-    make = narrow if narrowed else (lambda _, group, experts, **__: NcclDispatcher(group, experts))
-    with (
-        patch.object(dispatchers, "make_dispatcher", make),
-        Mesh.open(config) as mesh,
-        Trainer(config, mesh) as trainer,
-    ):
+    with opened(raw, narrowed) as trainer:
         dispatcher, dispatches = trainer.dispatcher, 0
         handles = count_handles(dispatcher)
         figures, why = [], []
         for step in range(1, STEPS + 1):
             if isinstance(dispatcher, NarrowDispatcher):
-                short = short_in(step, dispatches, mesh.pp_rank) if step > 1 else set()
-                dispatcher.begin(
-                    short | {n + dispatches for n in short}
-                )  # in the second attempt too, if it is not exact
+                short = short_in(step, dispatches, trainer.mesh.pp_rank) if step > 1 else set()
+                # In the second attempt too, if it is not exact.
+                dispatcher.begin(short | {n + dispatches for n in short})
             record = trainer.step(step)
             if isinstance(dispatcher, NarrowDispatcher):
                 dispatches = dispatches or dispatcher.count
                 assert dispatcher.count == dispatches * (2 if record.retry else 1), (step, dispatcher.count, dispatches)
-            figures += [record.cross_entropy_loss, record.load_balance_loss, record.gradient_norm]
+            figures.append(figures_of(record))
             why.append(record.retry)
         assert handles() == 0
         return all_state(trainer), figures, why
@@ -131,9 +133,8 @@ def both_ways(rank: int, world: int, raws: list[dict[str, Any]]) -> list[tuple[l
     """For each configuration: differing tensors, whether figures agree, and which steps ran twice."""
     found = []
     for raw in raws:
-        config = from_mapping(raw)
-        wanted, figures, none = trained(config, narrowed=False)
-        got, same, why = trained(config, narrowed=True)
+        wanted, figures, none = trained(raw, narrowed=False)
+        got, same, why = trained(raw, narrowed=True)
         assert none == [None] * STEPS and wanted.keys() == got.keys() and len(wanted) > 20
         assert all(w is None or w == CapacityRetry(True, False, ROOMY + raw["parallel"]["ep"] - 1) for w in why)
         found.append((differing(wanted, got), same == figures, [w is not None for w in why]))
@@ -180,13 +181,8 @@ def test_pipelines_of_expert_groups(tiny: Callable[..., Config]) -> None:
 def validation(rank: int, world: int, raw: dict[str, Any]) -> list[Any]:
     """Losses with an exchange that leaves everything short, and without."""
     losses = []
-    for make in (narrow, lambda _, group, experts, **__: NcclDispatcher(group, experts)):
-        config = from_mapping(raw)
-        with (
-            patch.object(dispatchers, "make_dispatcher", make),
-            Mesh.open(config) as mesh,
-            Trainer(config, mesh) as trainer,
-        ):
+    for narrowed in (True, False):
+        with opened(raw, narrowed) as trainer:
             if isinstance(trainer.dispatcher, NarrowDispatcher):
                 trainer.dispatcher.begin(set(range(1000)))
             losses.append(trainer.evaluate())

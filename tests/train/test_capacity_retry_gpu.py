@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.train.common import GPU_FAMILIES, config, differing, script_rank, state_of, torchrun, write_text
+from tests.train.common import GPU_FAMILIES, config, differing, figures_of, script_rank, state_of, torchrun, write_text
 
 STEPS = 4
 # With 512 tokens, 2 experts each and a factor of 1 there is room for 1024 rows: any routing that is not even exceeds it.
@@ -43,7 +43,7 @@ def run(device: str, folder: Path) -> None:
                 state = state_of(trainer)
                 state["drawn"] = torch.rand(1, device=trainer.device).cpu()
                 enough = trainer.enough_capacity()
-            figures = [(r.cross_entropy_loss, r.load_balance_loss, r.gradient_norm) for r in records]
+            figures = [figures_of(r) for r in records]
             torch.save(
                 (state, figures, [r.retry is not None for r in records], enough),
                 folder / f"{name} {factor}-{mesh.rank}.pt",

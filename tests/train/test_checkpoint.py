@@ -6,12 +6,10 @@ import io
 import json
 import os
 import pickle
-import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -35,26 +33,6 @@ def make(width: int = 4, seed: int = 0, **settings: Any) -> tuple[nn.Sequential,
     optimizer.step()
     optimizer.zero_grad(set_to_none=True)
     return model, optimizer
-
-
-def draws() -> tuple[float, float, float]:
-    return random.random(), float(np.random.rand()), float(torch.rand(()))
-
-
-def test_everything_comes_back(tmp_path: Path) -> None:
-    model, optimizer = make()
-    path = Checkpoints(tmp_path).save(7, model, optimizer, {"data": "abc"})
-    expected = draws()
-    other, its_optimizer = make(seed=1)
-    assert restore.load(path, other, its_optimizer) == {"data": "abc", "step": 7}
-    assert draws() == expected
-    for a, b in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(a, b)
-    before, after = optimizer.state_dict(), its_optimizer.state_dict()
-    assert before["param_groups"] == after["param_groups"]
-    for index, state in before["state"].items():
-        assert state.keys() == after["state"][index].keys()
-        assert all(torch.equal(state[k], after["state"][index][k]) for k in state)
 
 
 @pytest.mark.parametrize("gpus", [(False, True), (True, False), (True, True)])
@@ -135,20 +113,14 @@ def fail_with(error: BaseException) -> Any:
     return write
 
 
-@pytest.mark.parametrize("first", [True, False])
-def test_disk_full_keeps_the_earlier_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: bool) -> None:
-    checkpoints = Checkpoints(tmp_path)
-    earlier = None if first else checkpoints.save(1, *make(), {})
+def test_a_full_disk_at_the_first_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """tests/test_cli.py fills a real one at a later checkpoint."""
     monkeypatch.setattr(dcp.FileSystemWriter, "write_data", fail_with(OSError(errno.ENOSPC, "No space left on device")))
     with pytest.raises(RunError) as caught:
-        checkpoints.save(2, *make(), {})
-    intact = "there is no earlier checkpoint" if first else f"earlier checkpoint {earlier} is intact"
-    for part in ("step-00000002", "No space left on device", intact, "log.folder"):
+        Checkpoints(tmp_path).save(2, *make(), {})
+    for part in ("step-00000002", "No space left on device", "there is no earlier checkpoint", "log.folder"):
         assert part in str(caught.value)
-    assert sorted(p.name for p in tmp_path.iterdir()) == ([] if first else ["step-00000001"])
-    assert checkpoints.latest() == earlier
-    if earlier is not None:
-        restore.verify(earlier)
+    assert not list(tmp_path.iterdir())
 
 
 def test_an_interrupt_while_writing_is_an_interrupt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

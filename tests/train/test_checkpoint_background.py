@@ -22,7 +22,7 @@ from forebay.train.checkpoint import Checkpoints, SavedCheckpoint
 from forebay.train.distributed import ALONE, Mesh
 from forebay.train.trainer import Trainer
 from tests.ranks import on_processes, run_ranks
-from tests.train.common import config, config_file, differing, state_of, train_command, write_text
+from tests.train.common import config, config_file, differing, pair, state_of, train_command, write_text
 
 
 class Gate:
@@ -88,12 +88,6 @@ def test_of_two_processes(tmp_path: Path, of_rank: Callable[..., list[str]]) -> 
     assert run_ranks(of_rank, 2, write_text(tmp_path)) == [[], []]
 
 
-def pair(seed: int = 0) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
-    torch.manual_seed(seed)
-    model = torch.nn.Linear(3, 2)
-    return model, torch.optim.AdamW(model.parameters())
-
-
 def test_one_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = Checkpoints(tmp_path)
     assert store.wait() is None and not store.under_way
@@ -153,25 +147,30 @@ def test_available_memory_is_the_containers(tmp_path: Path) -> None:
     assert staging.available_bytes() > 0
 
 
-def full_disk(file: Path) -> str:
-    raise OSError(errno.ENOSPC, "No space left on device")
+def run_and(command: list[str], before_digest: Callable[[Path], None]) -> int:
+    """The command line, with a call before each file of a save is read again for its digest."""
+    digest = checkpoint.digest_of
+
+    def watched(file: Path) -> str:
+        before_digest(file)
+        return digest(file)
+
+    checkpoint.digest_of = watched
+    return main(command)
+
+
+def fill_the_disk_at_step_4(file: Path) -> None:
+    if "step-00000004" in str(file):
+        raise OSError(errno.ENOSPC, "No space left on device")
 
 
 def run_on_a_full_disk(command: list[str]) -> int:
-    if os.environ["RANK"] == "1":
-        digest = checkpoint.digest_of
-
-        def second_save_fails(file: Path) -> str:
-            return full_disk(file) if "step-00000004" in str(file) else digest(file)
-
-        def asks_late(mesh: Mesh) -> bool:  # process 0 may end first, and the store with it
-            time.sleep(0.5)
-            return first_to_fail(mesh)
-
-        first_to_fail = Mesh.first_to_fail
-        Mesh.first_to_fail = asks_late  # type: ignore[method-assign]
-        checkpoint.digest_of = second_save_fails
-    return main(command)
+    """On process 1, which asks late whether it is the first to fail: process 0 may end before, and the store with it."""
+    first_to_fail = Mesh.first_to_fail
+    if os.environ["RANK"] == "0":
+        return main(command)
+    Mesh.first_to_fail = lambda mesh: (time.sleep(0.5), first_to_fail(mesh))[1]  # type: ignore[method-assign]
+    return run_and(command, fill_the_disk_at_step_4)
 
 
 def test_all_processes_end_at_the_same_step_when_one_cannot_write(tmp_path: Path) -> None:
@@ -183,23 +182,17 @@ def test_all_processes_end_at_the_same_step_when_one_cannot_write(tmp_path: Path
     restore.verify(restore.find(tmp_path / "run"))
 
 
-def stop_while_saving(command: list[str]) -> int:
-    """SIGTERM while the checkpoint of step 20 is written, which then takes two seconds more."""
-    digest = checkpoint.digest_of
-
-    def slow(file: Path) -> str:
-        if "step-00000020" in str(file) and file.name == "trainer.json":
-            os.kill(os.getpid(), signal.SIGTERM)
-            time.sleep(2)
-        return digest(file)
-
-    checkpoint.digest_of = slow
-    return main(command)
+def stop_at_step_20(file: Path) -> None:
+    """SIGTERM while the checkpoint is written, which then takes two seconds more."""
+    if "step-00000020" in str(file) and file.name == "trainer.json":
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(2)
 
 
 def test_a_signal_does_not_begin_another_save_after_the_one_under_way(tmp_path: Path) -> None:
     settings = config(write_text(tmp_path), train={"steps": 10000}, checkpoint={"every": 20})
-    codes, _, error = on_processes(1, stop_while_saving, train_command(config_file(tmp_path, settings)), seconds=60)
+    command = train_command(config_file(tmp_path, settings))
+    codes, _, error = on_processes(1, run_and, command, stop_at_step_20, seconds=60)
     assert codes == [Preempted.exit_code], error
     said = r"SIGTERM after step \d+ of 10000; the checkpoint of step 20, written in \S+ s, is safe"
     assert re.search(said, error), error
@@ -208,25 +201,19 @@ def test_a_signal_does_not_begin_another_save_after_the_one_under_way(tmp_path: 
     assert [path.name for path in newest.parent.glob("step-*")] == ["step-00000020"]
 
 
-def run_slowly(command: list[str]) -> int:
-    """Saves after the first take a minute, and the second begins two Ctrl-C."""
-    digest = checkpoint.digest_of
-
-    def slow(file: Path) -> str:
-        if "step-00000004" in str(file):
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(1)
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(60)
-        return digest(file)
-
-    checkpoint.digest_of = slow
-    return main(command)
+def stop_twice_at_step_4(file: Path) -> None:
+    """Ctrl-C twice in a save that takes a minute."""
+    if "step-00000004" in str(file):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(1)
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(60)
 
 
 def test_a_second_ctrl_c_does_not_wait_for_the_save_under_way(tmp_path: Path) -> None:
     settings = config(write_text(tmp_path), train={"steps": 10000}, checkpoint={"every": 2})
-    codes, _, error = on_processes(1, run_slowly, train_command(config_file(tmp_path, settings)), seconds=40)
+    command = train_command(config_file(tmp_path, settings))
+    codes, _, error = on_processes(1, run_and, command, stop_twice_at_step_4, seconds=40)
     assert codes == [Interrupted.exit_code], error
     newest = restore.find(tmp_path / "run")
     assert newest.name == "step-00000002"

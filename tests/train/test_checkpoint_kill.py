@@ -21,8 +21,8 @@ from forebay.train import loop, restore
 from forebay.train.checkpoint import Checkpoints
 from forebay.train.heartbeat import Heartbeat
 from tests.products import cover
-from tests.ranks import Started, start, start_ranks
-from tests.train.common import config, config_file, metrics, train_command, write_text
+from tests.ranks import start_ranks
+from tests.train.common import Job, config, config_file, losses, train_command, write_text
 
 TIMEOUT = 30  # parallel.timeout: the others end within this many seconds
 LATE = 1.5  # times TIMEOUT, for others that start: theirs begins when they look for each other, which a busy machine delays
@@ -43,22 +43,17 @@ def run(command: list[str], noted: str) -> int:
     return main(command)
 
 
-class Run:
-    """A run on `processes` processes and its lives."""
+class Run(Job):
+    """A run that saves after each step, and its lives."""
 
     def __init__(self, folder: Path, processes: int) -> None:
-        parallel = {"ep": 2, "timeout": TIMEOUT} if processes > 1 else {}
-        sections = {"schedule": {"kind": "constant"}, "checkpoint": {"every": 1}, "parallel": parallel}
-        settings = config(write_text(folder), train={"steps": 1_000_000}, **sections)
-        config_file(folder, settings)
-        self.folder, self.processes, self.noted = folder, processes, folder / "noted"
+        sections = {"schedule": {"kind": "constant"}, "checkpoint": {"every": 1}, "train": {"steps": 1_000_000}}
+        super().__init__(folder, processes, TIMEOUT, **sections)
+        self.noted = folder / "noted"
         self.noted.touch()
-        self.running: list[Started] = []
 
-    def start(self, *overrides: str) -> None:
-        command = [*train_command(self.folder / "c.toml", *overrides), "--resume", "auto"]
-        given = command, str(self.noted)
-        self.running = start_ranks(run, self.processes, *given) if self.processes > 1 else [start(run, *given)]
+    def begin(self, *overrides: str) -> None:
+        self.start(run, str(self.noted), overrides=overrides)
 
     def written(self) -> list[str]:
         return self.noted.read_text().split()
@@ -66,7 +61,7 @@ class Run:
     def live(self, draw: random.Random) -> tuple[bool, float]:
         """One life; returns whether it came to train, and the seconds in which the other processes ended."""
         before, limit = len(self.written()), time.monotonic() + 120
-        self.start()
+        self.begin()
         # A run that has no checkpoint yet does not go on: the next one begins in another folder.
         if trains := draw.random() < 0.9 or not before:
             while len(self.written()) == before:
@@ -99,19 +94,13 @@ class Run:
     def finish(self) -> list[tuple[float, ...]]:
         """Losses of all steps, after three more."""
         done = restore.read_about(restore.find(self.folder / "run"))["step"]
-        self.start(f"train.steps={done + 3}")
+        self.begin(f"train.steps={done + 3}")
         for process in self.running:
             _, error = process.communicate(timeout=120)
             assert process.returncode == 0, error
         names = {entry.name for entry in (self.folder / "run" / "checkpoints").iterdir()}
         assert names == {f"step-{done + 2:08d}", f"step-{done + 3:08d}"}
         return losses(self.folder / "run")
-
-
-def losses(folder: Path) -> list[tuple[float, ...]]:
-    return [
-        (r["step"], r["cross_entropy_loss"], r["gradient_norm"]) for r in metrics(folder) if "cross_entropy_loss" in r
-    ]
 
 
 def survive(folder: Path, processes: int, kills: int, seed: int) -> None:
@@ -128,14 +117,13 @@ def survive(folder: Path, processes: int, kills: int, seed: int) -> None:
             f"{processes} processes, {kills} kills: {saved} checkpoints noted, none lost; others ended in "
             f"{max(ends[True]):.1f} s, in {max(ends[False]):.1f} s of {len(ends[False]) - 1} that were killed at the start"
         )
-        lives.start(f"train.steps={steps}", "checkpoint.every=0", f"log.folder={folder}/whole")
+        lives.begin(f"train.steps={steps}", "checkpoint.every=0", f"log.folder={folder}/whole")
         for process in lives.running:
             _, error = process.communicate(timeout=600)  # not `wait`: with many steps, its output fills the pipe
             assert process.returncode == 0, error
         assert losses(folder / "whole") == found
     finally:
-        for process in lives.running:
-            process.kill()
+        lives.kill()
 
 
 # Where a process that starts is killed: before it looks for the others, before the process group, before its first beat, and

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.train.common import GPU_FAMILIES, config, differing, script_rank, state_of, torchrun, write_text
+from tests.train.common import GPU_FAMILIES, config, differing, figures_of, script_rank, state_of, torchrun, write_text
 
 STEPS = 7
 PARALLEL = {"ep": 2, "overlap": True, "reshard": False, "dispatch": "symmetric"}
@@ -53,7 +53,7 @@ def run(folder: Path) -> None:
                 captured = None if graph is None else (graph.is_captured, graph.eager_reason)
                 pages = trainer.memory.pages
                 spilled = pages is not None and pages.host_pages > 0
-            figures = [(r.cross_entropy_loss, r.load_balance_loss, r.gradient_norm) for r in records]
+            figures = [figures_of(r) for r in records]
             retried = [r.retry is not None for r in records]
             torch.save((state, figures, retried, captured, spilled), folder / f"{family} {name}-{mesh.rank}.pt")
 
@@ -121,9 +121,8 @@ def test_a_graph_that_is_released_takes_nothing_from_another_one() -> None:
     from forebay.train.cuda_graph import CudaGraphStep
 
     device = torch.device("cuda")
-    left, right = (
-        torch.randn(64, 1 << 16, device=device, dtype=torch.bfloat16) for _ in range(2)
-    )  # K is split: a workspace
+    # K is split: a workspace.
+    left, right = (torch.randn(64, 1 << 16, device=device, dtype=torch.bfloat16) for _ in range(2))
 
     def body(parts: Any, count: torch.Tensor) -> tuple[torch.Tensor, ...]:
         scale = parts[0][0].sum()

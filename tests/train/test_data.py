@@ -59,14 +59,6 @@ def test_the_order_never_changes() -> None:
     assert [source_of(i, (6000, 3000, 1000))[0] for i in range(10)] == [0, 1, 0, 1, 0, 0, 2, 0, 1, 0]
 
 
-def test_batches_depend_on_position_and_seed_alone() -> None:
-    fresh, used = batches_of(401, 10, 4), batches_of(401, 10, 4)
-    for number in range(5):
-        used(number)
-    assert torch.equal(fresh(7).inputs, used(7).inputs)
-    assert not torch.equal(fresh(7).inputs, batches_of(401, 10, 4, seed=1)(7).inputs)
-
-
 def test_two_processes_share_a_batch() -> None:
     whole = batches_of(401, 10, 4)(3).inputs
     parts = [batches_of(401, 10, 4, world=World(rank, 2))(3).inputs for rank in (0, 1)]

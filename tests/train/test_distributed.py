@@ -1,7 +1,6 @@
 """Process groups of every mesh, collective calls, refusals before a run starts, and whole runs of several processes."""
 
 import os
-import signal
 import socket
 import subprocess
 import sys
@@ -15,13 +14,11 @@ import torch.distributed as dist
 
 from forebay.cli import main
 from forebay.config import Config, check_world, from_mapping
-from forebay.errors import Preempted, ReportedElsewhere, RunError, UsageError, exit_code_of
+from forebay.errors import RunError, UsageError, exit_code_of
 from forebay.train.distributed import ALONE, Mesh, World
-from forebay.train.loop import train
-from forebay.train.trainer import Trainer
 from tests.ranks import on_processes, run_ranks
 from tests.train import common
-from tests.train.common import CPU, MODEL, config_file, metrics, quiet, train_command
+from tests.train.common import CPU, MODEL, config_file, train_command
 
 
 def with_keys(**sections: dict[str, Any]) -> Config:
@@ -130,45 +127,6 @@ def test_groups_of_a_mesh(world: int, replicate: int, pp: int, ep: int) -> None:
         assert found["sums"] == (sum(range(world)), sum(sharing)) and found["max"] == [world - 1, 0]
         assert found["all"] == (world == 4, False) and found["main"] == "rank 0" and found["first"] == (rank == 0)
         assert found["timeouts"] <= {600, 60} and found["group is left to its owner"]  # the default group is the test's
-
-
-def whole_runs(rank: int, world: int, raw: dict[str, Any], stopping: dict[str, Any]) -> list[Any]:
-    """A run to its end; and one in which only the last rank is asked to stop, in its second step."""
-    folder = train(from_mapping(raw), quiet())
-    step = Trainer.step
-
-    def interrupted(self: Trainer, number: int) -> Any:
-        if number == 2 and rank == world - 1:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return step(self, number)
-
-    Trainer.step = interrupted  # type: ignore[method-assign]
-    try:
-        train(from_mapping(stopping), quiet())
-    except (Preempted, ReportedElsewhere) as error:
-        return [str(folder), type(error).__name__, str(error), error.exit_code]
-    return []
-
-
-def test_whole_runs(tiny: Callable[..., Config], tmp_path: Path) -> None:
-    sizes = {"steps": 3, "batch": 4, "microbatch": 1, "eval_every": 2}
-    alone = train(tiny(train=sizes, checkpoint={"last": False}), quiet())
-    together = {"train": sizes, "checkpoint": {"last": False}, "parallel": {"ep": 2, "overlap": True}}
-    raw = tiny(**together).to_dict()
-    stopping = tiny(**{**together, "log": {"folder": str(tmp_path / "stopped")}}).to_dict()
-    (folder, kind, message, code), (same, other, _, its_code) = run_ranks(whole_runs, 2, raw, stopping)
-    assert folder == same == str(tmp_path / "run-2"), "ranks took different folders"
-    assert (
-        (kind, other) == ("Preempted", "ReportedElsewhere")
-        and code == its_code == 75
-        and "stopped by SIGTERM after step 2 of 3" in message
-    )
-    read = metrics(alone), metrics(Path(folder))
-    assert len(read[0]) == len(read[1]) == 4  # three steps and a validation, each written once
-    for one, many in zip(*read, strict=True):
-        for name in ("cross_entropy_loss", "load_balance_loss", "gradient_norm", "validation_loss"):
-            assert many.get(name, 0.0) == pytest.approx(one.get(name, 0.0), rel=1e-5), name  # fp32, in another order
-    assert len(metrics(tmp_path / "stopped")) == 2  # without the validation of step 2
 
 
 def test_as_a_person_starts_it(tmp_path: Path) -> None:

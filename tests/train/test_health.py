@@ -19,15 +19,13 @@ from forebay.train.loop import train
 from forebay.train.trainer import Trainer
 from tests.models.conftest import EXPERTS, TOP_K, build_tiny, token_ids
 from tests.ranks import run_ranks
-from tests.train.common import GLM, config, metrics, quiet, write_text
+from tests.train.common import GLM, config, figures_of, metrics, quiet, write_text
 
 
 def test_figures_by_hand() -> None:
     health = StepHealth((0, 0, 1, 1), (1.0, 1.5, 3.0, 3.25), (10, 30, 20, 5), (0, 3), ((4, 0), (1, 3)), (0.5, 0.25))
-    assert health.slowest == (
-        1,
-        0.25,
-    )  # of the stage of processes 0 and 1; those of the other stage have longer to compute
+    # Of the stage of processes 0 and 1; those of the other stage have longer to compute.
+    assert health.slowest == (1, 0.25)
     assert health.max_over_mean == (2.0, 1.5) and health.unused == (1, 0)
     scalars = health.scalars()
     assert scalars["expert_load_max_over_mean"] == 2.0 and scalars["unused_experts"] == 1
@@ -78,7 +76,7 @@ def test_losses_do_not_depend_on_it(tiny: Callable[..., Config]) -> None:
         with Trainer(tiny(log={"health": every})) as trainer:
             steps = [trainer.step(n) for n in (1, 2, 3)]
         assert [s.health is not None for s in steps] == [bool(every)] * 3
-        found.append([(s.cross_entropy_loss, s.load_balance_loss, s.gradient_norm) for s in steps])
+        found.append([figures_of(s) for s in steps])
     assert found[0] == found[1]
 
 

@@ -1,13 +1,11 @@
 """Steps of one process in a CUDA graph, the default on one GPU: the same bits as the steps that are called."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from tests.train.common import GPU_SIZES, config, differing, state_of, write_text
+from tests.train.common import GPU_SIZES, config, differing, figures_of, state_of, write_text
 
 STEPS = 8
 _EXPERTS = {"num_experts": 8, "router_aux_loss_coef": 0.01}
@@ -69,7 +67,7 @@ def trained(folder: Path, family: str, memory: dict[str, Any], dtypes: dict[str,
         state, graph = state_of(trainer), trainer.cuda_graph
         assert (graph.is_captured, graph.eager_reason) == (not called, None)
         assert memory.get("offload") != "all" or trainer.memory.plan.planned_bytes > 0
-    return state, [(r.cross_entropy_loss, r.load_balance_loss, r.gradient_norm) for r in records]
+    return state, [figures_of(r) for r in records]
 
 
 def compare(folder: Path, family: str, memory: dict[str, Any], dtypes: dict[str, str]) -> None:
@@ -80,21 +78,15 @@ def compare(folder: Path, family: str, memory: dict[str, Any], dtypes: dict[str,
     assert figures == same_figures and not differing(state, same_state)
 
 
-@pytest.fixture(autouse=True)
-def _deterministic() -> Iterator[None]:
-    """Sums of rows by index are not otherwise."""
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 @pytest.mark.gpu
+@pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_replayed_steps_of_every_family_have_the_bits_of_called_ones(tmp_path: Path, family: str) -> None:
     compare(tmp_path, family, {}, {"dtype": "bfloat16"})
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("name", MEMORY)
 def test_replayed_steps_with_every_placement_have_the_bits_of_called_ones(tmp_path: Path, name: str) -> None:
     compare(tmp_path, "glm4_moe", MEMORY[name], MIXED_PRECISION)

@@ -17,11 +17,7 @@ from forebay.train import restore
 from forebay.train.loop import export, train
 from forebay.train.run_folder import where_to_resume
 from forebay.train.trainer import Trainer
-from tests.train.common import metrics, quiet
-
-
-def losses(folder: Path) -> list[float]:
-    return [r["cross_entropy_loss"] for r in metrics(folder) if "cross_entropy_loss" in r]
+from tests.train.common import losses, quiet
 
 
 def state(folder: Path, config: Config) -> tuple[dict[str, torch.Tensor], dict[str, Any], tuple[Any, ...]]:
@@ -143,8 +139,8 @@ def test_loss_falls_and_an_export_trains_on(tiny: Callable[..., Config], tmp_pat
     folder = train(tiny(train={"steps": 30}), quiet())
     written = json.loads((folder / "run.json").read_text())
     assert written["config"]["train"]["steps"] == 30 and written["versions"]["torch"] == torch.__version__
-    first, *_, last = losses(folder)
+    first, *_, last = (loss for _, loss, *_ in losses(folder))
     assert last < first - 1.0
     export(folder, tmp_path / "out")
     config = tiny(train={"steps": 1}, model={"family": "", "config": {}, "path": str(tmp_path / "out")})
-    assert losses(train(config, quiet()))[0] < first - 0.5
+    assert losses(train(config, quiet()))[0][1] < first - 0.5

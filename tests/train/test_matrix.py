@@ -27,7 +27,7 @@ from forebay.train.distributed import ALONE, Mesh
 from forebay.train.trainer import IGNORE, Trainer
 from tests.helpers import count_handles
 from tests.ranks import run_ranks
-from tests.train.common import DEEPSEEK, DENSE, GLM, WIDE, config, digests, local, union, whole, write_text
+from tests.train.common import DEEPSEEK, DENSE, GLM, WIDE, config, digests, figures_of, local, union, whole, write_text
 
 TINY: dict[str, Any] = {**WIDE, "moe_intermediate_size": 12}
 # Family, and what is special, -> sizes. GLM and DeepSeek-V3 balance by a router bias, which all ranks' counts move.
@@ -54,16 +54,11 @@ PLACEMENTS: dict[str, dict[str, Any]] = {
     "stash": {"policy": "stash"},
     "stash and offload": {"policy": {"*.self_attn": "offload", "*.mlp.experts": "stash"}, "offload": "all"},
 }
-WITH_COMMUNICATION = {
-    "policy": PLACEMENTS["mixed"]["policy"],
-    "offload": "all",
-    "recompute": "full",
-}  # no pipeline has it
+WITH_COMMUNICATION = {**PLACEMENTS["mixed"], "recompute": "full"}  # no pipeline has it
 STEPS = (1, 2)  # offloading measures in the first one and follows its plan in the second
 TOLERANCE = 1e-6  # of a gradient's norm: the same sums in another order, fp32
-CANCELS = (
-    0.1  # of the median norm: a smaller gradient remains of terms that cancel, and is compared with this norm instead
-)
+# Of the median norm: a smaller gradient remains of terms that cancel, and is compared with this norm instead.
+CANCELS = 0.1
 
 
 @dataclass(frozen=True)
@@ -161,11 +156,6 @@ def step(trainer: Trainer, number: int) -> tuple[list[float], dict[str, torch.Te
     return losses, grads
 
 
-def figures_of(trainer: Trainer, number: int) -> list[Any]:
-    record = trainer.step(number)
-    return [record.cross_entropy_loss, record.load_balance_loss, record.gradient_norm]
-
-
 def held(trainer: Trainer) -> list[torch.Tensor]:
     """This process's part of all parameters and their optimizer's states."""
     states = [t for p in trainer.model.parameters() for t in trainer.optimizer.state[p].values()]
@@ -184,7 +174,7 @@ class Alone:
     steps: list[tuple[list[float], dict[str, torch.Tensor]]]
     path: str
     digests: dict[str, str]
-    figures: list[Any]
+    figures: tuple[float, ...]
     parameters: dict[str, torch.Tensor]
     biases: dict[str, list[float]]
 
@@ -202,7 +192,7 @@ def reference(folder: str, row: Row) -> Alone:
         written = digests(trainer)
         store = Checkpoints(Path(folder) / f"alone-{row.reference}")
         path = str(store.save(1, trainer.model, trainer.optimizer, {"config": settings.to_dict()}))
-        figures = figures_of(trainer, 2)
+        figures = figures_of(trainer.step(2))
         parameters = {name: parameter.detach() for name, parameter in trainer.model.named_parameters()}
         return Alone(validation, steps, path, written, figures, parameters, biases_of(trainer))
 
@@ -254,7 +244,7 @@ def on_a_rank(rank: int, world: int, folder: str, row: Row) -> dict[str, Any]:
                 trainer.step(5)  # everything differs from what is loaded
                 restore.load(Path(wanted.path), trainer.model, trainer.optimizer)
                 written["read"] = digests(trainer)
-                figures = figures_of(trainer, 2)
+                figures = figures_of(trainer.step(2))
                 if figures != pytest.approx(wanted.figures, rel=1e-5):
                     wrong.append(f"goes on with {figures} for {wanted.figures}")
                 for path, parameter in trainer.model.named_parameters():
@@ -264,11 +254,11 @@ def on_a_rank(rank: int, world: int, folder: str, row: Row) -> dict[str, Any]:
                 written["digests"] = digests(trainer)
                 store = Checkpoints(Path(folder) / str(row))
                 written["path"] = str(store.save(2, trainer.model, trainer.optimizer, {"config": settings.to_dict()}))
-                end = figures_of(trainer, 3), held(trainer)
+                end = figures_of(trainer.step(3)), held(trainer)
             if row.placements[-1:] == [name]:
                 trainer.step(5)
                 restore.load(Path(written["path"]), trainer.model, trainer.optimizer)
-                if figures_of(trainer, 3) != end[0] or not same(held(trainer), end[1]):
+                if figures_of(trainer.step(3)) != end[0] or not same(held(trainer), end[1]):
                     wrong.append(f"{name} goes on differently from the checkpoint")
     return {"wrong": wrong, "reordered": len(plans) > 1, **written}
 

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,15 +30,14 @@ RAN = [ActionRecord(0, "F", "0F0", 1.0, 2.0, 0), ActionRecord(1, "F", "1F0", 2.0
 
 
 def test_a_new_run_never_writes_into_an_old_ones_folder(tiny: Callable[..., Config], tmp_path: Path) -> None:
+    """Nor into that of a run that was stopped. To resume without a path skips runs without a checkpoint."""
     config = tiny(train={"steps": 1})
-    assert [train(config, quiet()).name for _ in range(3)] == ["run", "run-2", "run-3"]
-    assert where_to_resume(config, "").resumed == tmp_path / "run-3" / "checkpoints" / "step-00000001"
-
-
-def test_resume_without_a_path_skips_runs_without_checkpoint(tiny: Callable[..., Config], tmp_path: Path) -> None:
-    train(tiny(train={"steps": 1}), quiet())
-    train(tiny(train={"steps": 1}, checkpoint={"last": False}), quiet())
-    assert where_to_resume(tiny(), "").folder == tmp_path / "run"
+    assert [train(config, quiet()).name for _ in range(2)] == ["run", "run-2"]
+    third = train(tiny(train={"steps": 1}, checkpoint={"last": False}), quiet())
+    (third / RESULT).unlink()
+    assert (third.name, train(config, quiet()).name) == ("run-3", "run-4")
+    shutil.rmtree(tmp_path / "run-4" / "checkpoints")
+    assert where_to_resume(config, "").resumed == tmp_path / "run-2" / "checkpoints" / "step-00000001"
 
 
 def test_nothing_to_resume(tiny: Callable[..., Config], tmp_path: Path) -> None:
@@ -108,12 +108,6 @@ def test_auto_starts_again_where_a_run_was_stopped_before_its_first_checkpoint(
     assert train(tiny(train={"steps": 1}), quiet(), resume="auto").name == "run-3", (
         "another configuration is another run"
     )
-
-
-def test_a_stopped_run_is_not_written_over_without_auto(tiny: Callable[..., Config], tmp_path: Path) -> None:
-    config = tiny(train={"steps": 1}, checkpoint={"last": False})
-    (train(config, quiet()) / RESULT).unlink()
-    assert train(config, quiet()).name == "run-2"
 
 
 def test_what_a_killed_run_left_is_taken_again(tiny: Callable[..., Config], tmp_path: Path) -> None:

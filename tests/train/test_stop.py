@@ -4,7 +4,7 @@ import os
 import random
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +16,7 @@ from forebay.errors import DoesNotFit, Preempted
 from forebay.train import loop, restore
 from forebay.train.stop import TimeLimit
 from forebay.train.trainer import Trainer
-from tests.ranks import Started, start, start_ranks
-from tests.train.common import config, config_file, metrics, train_command, write_text
+from tests.train.common import Job, losses, metrics
 
 STEPS = 40
 
@@ -71,99 +70,69 @@ def test_a_time_limit_leaves_room_for_a_save_after_the_one_under_way(seed: int) 
     assert limit - 2.5 * 2 * (slowest_step + slowest_save) <= now <= limit
 
 
-def test_no_limit_is_never_near() -> None:
-    now = 0.0
-    watch = TimeLimit(clock=lambda: now)
-    now = 1e12
-    watch.stepped()
-    assert not watch.is_near and not watch.needs_measured_save
-
-
-def run(command: list[str], signals: dict[int, int], pause: float) -> int:
-    """The command line, with a signal to this process in the middle of some steps, and a pause in each."""
+def signalled(command: list[str], at: int, number: int) -> int:
+    """The command line, with a signal to this process in the middle of a step."""
     step = Trainer.step
 
-    def signalled(self: Trainer, number: int) -> Any:
-        time.sleep(pause)
-        if number in signals:
-            os.kill(os.getpid(), signals[number])
-        return step(self, number)
+    def interrupted(self: Trainer, now: int) -> Any:
+        if now == at:
+            os.kill(os.getpid(), number)
+        return step(self, now)
 
-    Trainer.step = signalled  # type: ignore[method-assign]  # this process ends with the run
+    Trainer.step = interrupted  # type: ignore[method-assign]  # this process ends with the run
     return main(command)
 
 
-class Job:
-    """The command that a batch system starts again and again, on `processes` processes."""
+def slowed(command: list[str]) -> int:
+    step = Trainer.step
+    Trainer.step = lambda self, number: (time.sleep(0.1), step(self, number))[1]  # type: ignore[method-assign]
+    return main(command)
 
-    def __init__(self, folder: Path, processes: int) -> None:
-        folder.mkdir()
-        parallel = {"ep": 2, "timeout": 60} if processes > 1 else {}
-        settings = config(write_text(folder), train={"steps": STEPS}, parallel=parallel)
-        config_file(folder, settings)
-        self.folder, self.processes = folder, processes
-        self.running: list[Started] = []
 
-    def start(self, *overrides: str, signals: dict[int, int] | None = None, pause: float = 0.0) -> None:
-        command = [*train_command(self.folder / "c.toml", *overrides), "--resume", "auto"]
-        given = command, signals or {}, pause
-        self.running = start_ranks(run, self.processes, *given) if self.processes > 1 else [start(run, *given)]
-
-    def ended(self) -> tuple[list[Any], str, str]:
-        """Exit codes, and what all processes wrote on their two streams."""
-        written = [process.communicate(timeout=120) for process in self.running]
-        return [p.returncode for p in self.running], "".join(o for o, _ in written), "".join(e for _, e in written)
-
-    def losses(self) -> list[tuple[float, ...]]:
-        names = ("step", "cross_entropy_loss", "load_balance_loss", "gradient_norm")
-        records = (
-            record for record in metrics(self.folder / "run") if "gradient_norm" in record
-        )  # not those of health
-        return [tuple(record[name] for name in names) for record in records]
-
-    def saved_step(self) -> int:
-        newest = restore.find(self.folder / "run")
-        restore.verify(newest)
-        return int(restore.read_about(newest)["step"])
+def saved_step(job: Job) -> int:
+    newest = restore.find(job.folder / "run")
+    restore.verify(newest)
+    return int(restore.read_about(newest)["step"])
 
 
 @pytest.fixture
-def jobs(tmp_path: Path) -> Iterator[list[Job]]:
+def make(tmp_path: Path) -> Iterator[Callable[..., Job]]:
+    """``make(NAME, PROCESSES)``: a job, which is killed at the end."""
     made: list[Job] = []
-    yield made
-    for process in (process for job in made for process in job.running):
-        process.kill()
+
+    def job(name: str, processes: int) -> Job:
+        made.append(Job(tmp_path / name, processes, train={"steps": STEPS}))
+        return made[-1]
+
+    yield job
+    for started in made:
+        started.kill()
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_preempted_run_is_resumed_bitwise_by_the_same_command(
-    tmp_path: Path, jobs: list[Job], processes: int
-) -> None:
+def test_a_preempted_run_is_resumed_bitwise_by_the_same_command(make: Callable[..., Job], processes: int) -> None:
     """By each signal in a random step, then by a time limit. All processes leave with one code."""
-    whole, job = Job(tmp_path / "whole", processes), Job(tmp_path / "job", processes)
-    jobs += [whole, job]
-    whole.start()
+    whole, job = make("whole", processes), make("job", processes)
+    whole.start(main)
     assert whole.ended()[0] == [0] * processes
     saved = 0
     for number in (signal.SIGTERM, signal.SIGUSR1):
         at = saved + random.randint(1, 9)
-        job.start(signals={at: number})
+        job.start(signalled, at, number)
         codes, out, error = job.ended()
         assert codes == [Preempted.exit_code] * processes == [75] * processes, error
-        assert (
-            error.count(f"stopped by {number.name} after step") == 1 == error.count("forebay:") and "--resume" in error
-        )
-        assert job.saved_step() == at
+        assert error.count(f"stopped by {number.name} after step") == 1 == error.count("forebay:")
+        assert "--resume" in error and saved_step(job) == at
         saved = at
-    job.start("train.time_limit=1s", pause=0.1)
+    job.start(slowed, overrides=("train.time_limit=1s",))
     codes, out, error = job.ended()
     assert codes == [75] * processes and f"resumed after step {saved}" in out, out + error
-    assert f"stopped by train.time_limit = 1s after step {job.saved_step()}" in error
-    job.start()
+    assert f"stopped by train.time_limit = 1s after step {saved_step(job)}" in error
+    job.start(main)
     codes, _, error = job.ended()
     assert codes == [0] * processes, error
-    assert job.losses() == whole.losses() and len(whole.losses()) == STEPS
-    job.start()
+    assert losses(job.folder / "run") == (wanted := losses(whole.folder / "run")) and len(wanted) == STEPS
+    job.start(main)
     codes, out, _ = job.ended()
     assert codes == [0] * processes and out.count("nothing is left to do") == 1
 
@@ -186,22 +155,15 @@ def run_with_long_validation(command: list[str]) -> int:
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_a_signal_ends_a_long_validation_with_a_checkpoint(tmp_path: Path, jobs: list[Job], processes: int) -> None:
-    job = Job(tmp_path / "job", processes)
-    jobs.append(job)
-    long = ("train.eval_every=2", "train.eval_batches=100000")
-    command = [*train_command(job.folder / "c.toml", *long), "--resume", "auto"]
-    job.running = (
-        start_ranks(run_with_long_validation, processes, command)
-        if processes > 1
-        else [start(run_with_long_validation, command)]
-    )
+def test_a_signal_ends_a_long_validation_with_a_checkpoint(make: Callable[..., Job], processes: int) -> None:
+    job = make("job", processes)
+    job.start(run_with_long_validation, overrides=("train.eval_every=2", "train.eval_batches=100000"))
     codes, out, error = job.ended()
     assert codes == [75] * processes, error
     assert "stopped by SIGTERM after step 2 of 40" in error and out.count("without a validation loss") == 1
-    assert job.saved_step() == 2 and all("validation_loss" not in record for record in metrics(job.folder / "run"))
-    job.start()
-    assert job.ended()[0] == [0] * processes and len(job.losses()) == STEPS
+    assert saved_step(job) == 2 and all("validation_loss" not in record for record in metrics(job.folder / "run"))
+    job.start(main)
+    assert job.ended()[0] == [0] * processes and len(losses(job.folder / "run")) == STEPS
 
 
 def test_a_validation_leaves_the_time_of_a_save() -> None:
@@ -231,11 +193,10 @@ def run_out_of_memory(command: list[str], ranks: list[int]) -> int:
 
 @pytest.mark.parametrize("ranks", [[1], [0, 1]])
 def test_all_processes_leave_with_the_code_of_the_one_that_is_out_of_memory(
-    tmp_path: Path, jobs: list[Job], ranks: list[int]
+    make: Callable[..., Job], ranks: list[int]
 ) -> None:
-    job = Job(tmp_path / "job", 2)
-    jobs.append(job)
-    job.running = start_ranks(run_out_of_memory, 2, train_command(job.folder / "c.toml"), ranks)
+    job = make("job", 2)
+    job.start(run_out_of_memory, ranks)
     codes, _, error = job.ended()
     assert codes == [DoesNotFit.exit_code] * 2 == [3, 3], error
     assert "forebay: CUDA out of memory; the planner expects" in error

@@ -1,6 +1,5 @@
 """Bytes, and tokenizers of Hugging Face in a folder."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -19,16 +18,12 @@ def test_hf_folder(tmp_path: Path) -> None:
     assert load_tokenizer(str(word_tokenizer(tmp_path / "other", "big", "dog"))).name != tokenizer.name
 
 
-def test_missing_tokenizer(tmp_path: Path) -> None:
+@pytest.mark.parametrize("text", [None, "", "null", "[]", '{"model": {"type": "BPE"}}'])
+def test_a_missing_or_broken_tokenizer(tmp_path: Path, text: str | None) -> None:
     with pytest.raises(UsageError, match="neither 'bytes' nor a folder"):
         load_tokenizer(str(tmp_path / "nowhere"))
-    (tmp_path / "config.json").write_text(json.dumps({}))
-    with pytest.raises(UsageError, match="holds no tokenizer"):
-        load_tokenizer(str(tmp_path))
-
-
-@pytest.mark.parametrize("text", ["", "null", "[]", '{"model": {"type": "BPE"}}'])
-def test_a_broken_tokenizer(tmp_path: Path, text: str) -> None:
-    (tmp_path / "tokenizer.json").write_text(text)
+    (tmp_path / "config.json").write_text("{}")
+    if text is not None:
+        (tmp_path / "tokenizer.json").write_text(text)
     with pytest.raises(UsageError, match="holds no tokenizer"):
         load_tokenizer(str(tmp_path))

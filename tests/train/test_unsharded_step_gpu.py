@@ -1,6 +1,5 @@
 """The embedding's gradient on a GPU: added as tokens' gradients are made, in a graph too, bitwise one made after all of them."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -43,17 +42,9 @@ def gradients(folder: str, at_once: bool, graph: bool) -> dict[str, torch.Tensor
         return {n: local(p.grad).cpu() for n, p in trainer.model.named_parameters()}
 
 
-@pytest.fixture
-def deterministic() -> Iterator[None]:
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
 @pytest.mark.gpu
-def test_gradients_of_tokens_are_added_at_once_with_the_same_bits(deterministic: None, tmp_path: Path) -> None:
+@pytest.mark.usefixtures("deterministic")
+def test_gradients_of_tokens_are_added_at_once_with_the_same_bits(tmp_path: Path) -> None:
     folder = write_text(tmp_path, 4000)
     # Against each other only: a graph reads the number that gradients are divided by from memory, which may be another last bit.
     for graph in (False, True):

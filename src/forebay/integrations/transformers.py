@@ -1,24 +1,37 @@
 """Forebay in Hugging Face `Trainer` and the trainers of TRL, which are subclasses of it.
 
 Input: a policy and a budget, and a trainer that the callback is given to. Output: the trainer's model is managed while
-`train()` runs, and figures of its memory are in the trainer's logs. The callback owns the `Managed` and detaches it.
+`train()` runs, and figures of its memory are in the trainer's logs. Under TRL's `SFTTrainer`, a frozen head (as under LoRA)
+computes log-probabilities by `forebay.models.linear_cross_entropy`. The callback owns what it installs and removes it.
 """
 
+import inspect
 import sys
 from collections.abc import Callable, Mapping
+from functools import wraps
+from types import MethodType
 from typing import Any
 
+import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler
 
 from forebay.integrations.common import MemoryFigures, manage_arguments, plan_text
-from forebay.integrations.trl import install_log_probs
 from forebay.managed import Managed, manage, unwrap
-from forebay.memory.overrides import drop_setting, hold_place, put_setting, setting
+from forebay.memory.overrides import drop_setting, hold_place, is_managed, put_setting, setting
+from forebay.models.linear_cross_entropy import linear_log_probs
 from forebay.policy import PolicyError
 
 _OWNER = "trainer_callback"  # the setting of a managed model that says whose it is
+_SFT_FIELDS = ("log_probs", "entropy", "is_top1")  # what SFTTrainer asks for. Other trainers differentiate the entropy.
+_SFT_SETTINGS: Mapping[str, object] = {
+    "temperature": 1.0,
+    "logit_scale": 1.0,
+    "final_logit_softcapping": None,
+    "cast_lm_head_to_fp32": False,
+}
 
 
 class ForebayCallback(TrainerCallback):
@@ -87,7 +100,7 @@ class ForebayCallback(TrainerCallback):
         self._switch_checkpointing(False)
         try:
             self.memory = manage(model, **self._arguments)
-            self._remove_log_probs = install_log_probs(inner)
+            self._remove_log_probs = _install_log_probs(inner)
         except BaseException:
             self._switch_checkpointing(True)
             raise
@@ -156,3 +169,72 @@ def _call_first(callback: TrainerCallback) -> None:
         # Trap: `callbacks` is being walked. Only those that have been called already change places.
         callbacks.remove(callback)
         callbacks.insert(0, callback)
+
+
+def _install_log_probs(model: Any) -> Callable[[], None] | None:
+    """Put Forebay's forward on top of TRL's; None if TRL's is not there, asks for more, or the head is not Forebay's and frozen.
+
+    Returns:
+        Removes it. A second call does nothing.
+    """
+    theirs = model.__dict__.get("forward")
+    head = getattr(model, "lm_head", None)
+    if not _is_sft(theirs) or not isinstance(head, nn.Linear) or not is_managed(head) or not _frozen(head):
+        return None
+
+    @wraps(theirs.__func__)  # with the signature, which `generate` reads
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return _fused_forward(theirs, head, self, *args, **kwargs)
+
+    # Not by `forebay.memory.overrides`, whose place is under TRL's forward.
+    model.__dict__["forward"] = ours = MethodType(forward, model)
+
+    def remove() -> None:
+        if model.__dict__.get("forward") is ours:
+            model.__dict__["forward"] = theirs
+
+    return remove
+
+
+def _is_sft(forward: Any) -> bool:
+    """Whether TRL's head was made for `SFTTrainer`, and for logits that nothing transforms: its settings are in its closure."""
+    function = getattr(forward, "__func__", None)
+    if not inspect.isfunction(function) or "fused_lm_head" not in function.__code__.co_varnames:
+        return False
+    found = inspect.getclosurevars(function).nonlocals
+    return found.get("outputs") == _SFT_FIELDS and all(found.get(k, inspect) == v for k, v in _SFT_SETTINGS.items())
+
+
+def _frozen(head: nn.Module) -> bool:
+    return not any(p.requires_grad for p in head.parameters())
+
+
+def _fused_forward(theirs: Callable[..., Any], head: Any, model: Any, *args: Any, **kwargs: Any) -> Any:
+    labels, others = kwargs.get("labels"), (kwargs.get("shift_labels"), kwargs.get("num_items_in_batch"))
+    asked = kwargs.get("fused_lm_head") and labels is not None and others == (None, None)
+    # Trap: the weight that DeepSpeed has partitioned has no elements and one dimension.
+    usable = model.lm_head is head and _frozen(head) and head.weight.dim() == 2
+    if labels is None or not (asked and usable and model.training and torch.is_grad_enabled()):
+        return theirs(*args, **kwargs)
+    own = ("fused_lm_head", "labels", "shift_labels", "num_items_in_batch")
+    given = {name: value for name, value in kwargs.items() if name not in own}
+    config = model.config.get_text_config()
+    if getattr(config, "output_router_logits", False):
+        given.setdefault("output_router_logits", True)
+    outputs = model.base_model(*args, **{**given, "use_cache": False})
+    hidden, targets = outputs.last_hidden_state[:, :-1], labels[:, 1:].to(outputs.last_hidden_state.device)
+    mask = targets != -100
+    # As in TRL's, the head is not called: hooks on it would not get logits. FSDP2 shards its weight.
+    weight, bias = (p.full_tensor() if isinstance(p, DTensor) else p for p in (head.weight, head.bias))
+    found = linear_log_probs(hidden[mask], weight, targets[mask], bias=bias)
+    log_probs, entropy, is_top1 = (x.new_zeros(mask.shape).masked_scatter(mask, x) for x in found)
+    loss, aux_loss = -log_probs.sum() / mask.sum().clamp(min=1), None
+    if given.get("output_router_logits"):
+        from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func  # the one of all families
+
+        aux_loss = load_balancing_loss_func(
+            outputs.router_logits, config.num_experts, config.num_experts_per_tok, given.get("attention_mask")
+        )
+        loss = loss + getattr(config, "router_aux_loss_coef", 0.0) * aux_loss
+    made = theirs.__func__.__globals__["FusedCausalLMOutput"]  # type: ignore[attr-defined]
+    return made(loss=loss, log_probs=log_probs, entropy=entropy, is_top1=is_top1, label_mask=mask, aux_loss=aux_loss)

@@ -1,1 +1,1 @@
-"""Job files for clusters: `job` describes a run, and one module an engine writes the file that starts it."""
+"""Job files for clusters: `job` describes a run, `engines` writes the file that starts it and hands it over."""

@@ -1,12 +1,11 @@
 """What a job runs, whatever engine starts it: configuration, nodes, GPUs, time limit and image.
 
 Input: the arguments of ``forebay launch``. Output: a `Job`, whose configuration and number of processes were checked, so
-that an engine's module only writes text. Imports no torch.
+that an engine only writes text. Imports no torch.
 """
 
 import re
 import shlex
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -114,8 +113,3 @@ def describe(
         image=image,
         folder=Path.cwd(),
     )
-
-
-def interpreter(job: Job) -> str:
-    """The Python that runs the job on machines that share this one's files: this process's own, outside of a container."""
-    return "python3" if job.image else sys.executable

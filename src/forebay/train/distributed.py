@@ -11,7 +11,6 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
-from types import TracebackType
 from typing import Any, Self, TypeVar
 
 import torch
@@ -260,9 +259,7 @@ class Mesh:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.close(failed=error is not None)
 
 

@@ -11,7 +11,6 @@ import hashlib
 import os
 import warnings
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 LOCK = ".lock"
@@ -87,9 +86,7 @@ class FolderLock:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.release()
 
     def take(self, folder: Path) -> bool:

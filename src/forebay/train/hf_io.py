@@ -22,7 +22,7 @@ from forebay.train import hf_weights
 from forebay.train.distributed import on_all
 from forebay.train.durable import make_folder, sync, sync_tree
 from forebay.train.hf_weights import incomplete, initialize, initialize_buffers, materialize, mis_shaped
-from forebay.train.model_sizes import check_sizes
+from forebay.train.model_checks import check_sizes
 from forebay.train.tokenizer import load_tokenizer
 
 TESTED = ("qwen3_moe", "mixtral", "olmoe", "deepseek_v2", "deepseek_v3", "gpt_oss", "glm4_moe")

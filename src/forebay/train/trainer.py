@@ -38,7 +38,7 @@ from forebay.train.fast_path import fast_path_of
 from forebay.train.generators import seed_all
 from forebay.train.health import HealthRecorder, StepHealth
 from forebay.train.metrics import StepRecord, allocator_bytes, peak_bytes, reserved_bytes
-from forebay.train.packing import check_documents_apart
+from forebay.train.model_checks import check_documents_apart
 from forebay.train.staging import available_bytes
 from forebay.train.tokenizer import load_tokenizer
 from forebay.train.world import ALONE, processes_of_node

@@ -34,9 +34,8 @@ class EmbeddingRows:
     """Input of `UnshardedStep.reduce` for the embedding's gradient."""
 
     embedding: Any  # FSDP2's record (`FSDPParam`) of the embedding
-    collected: list[
-        tuple[Tensor, Tensor]
-    ]  # ids [B, S] and gradient of the embedded tokens [B, S, H] of each microbatch
+    # Ids [B, S] and gradient of the embedded tokens [B, S, H] of each microbatch.
+    collected: list[tuple[Tensor, Tensor]]
     head: Any  # FSDP2's record of the head; None on a process without the head, as its sum
     head_sum: Tensor | None  # its gradient [V, H], fp32
 

@@ -24,7 +24,7 @@ import argparse
 import json
 import statistics
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,10 +33,10 @@ from common import GIB, by_host, environment, markdown, results_folder, write
 from planner_grid import GRID, Entry, tiny
 from planner_measure import measure
 
-from forebay.config import from_mapping
+from forebay.config import Config, from_mapping
 from forebay.estimate.device import DEFAULT, load
 from forebay.estimate.fit import headroom, planning_error
-from forebay.estimate.layers import plan_layers
+from forebay.estimate.layers import fast_path_of, plan_layers
 from forebay.estimate.plan import fit_run
 from forebay.estimate.trace_cache import TraceCache
 
@@ -47,11 +47,11 @@ TIGHT = 20
 def planned(
     entry: Entry, skew: float | None, traces: TraceCache | None = None, device: str = DEFAULT
 ) -> dict[str, Any]:
-    """The plan of an entry: bytes of the rank that uses most, and seconds of a step on `device`.
+    """The plan of an entry: bytes of the rank that uses most, seconds of a step on `device`, and the fast path's keys.
 
     `traces`: to reuse, and to add to.
     """
-    config, traces = from_mapping(by_host(entry.sections), origin=entry.name), traces or TraceCache()
+    config, traces = config_of(entry), traces or TraceCache()
     plan = plan_layers(config, entry.gpus, traces)
     fit = fit_run(config, plan, entry.gpus, skew=skew or 1.0, device=load(device), traces=traces).as_dict()
     ranks = fit["ranks"]
@@ -63,7 +63,13 @@ def planned(
         "seconds": fit["step"]["seconds"],
         "ranks": ranks,
         "placements": fit["placements"],
+        "keys": asdict(fast_path_of(config, entry.gpus, traces).config.step),
     }
+
+
+def config_of(entry: Entry) -> Config:
+    """Its steps are launched by the host, where the entry says nothing else."""
+    return from_mapping(by_host(entry.sections), origin=entry.name)
 
 
 def as_run(entry: Entry, row: dict[str, Any]) -> Entry:

@@ -6,10 +6,13 @@
 
 `draw` needs no GPU and looks at no measurement. A draw is repeated only if the configuration is refused, or if its plan
 is outside of `Limits`: too large for the GPU or the host, too small to tell, or too long. A third of the draws run on
-two GPUs, with EP 2, FSDP2 or PP 2 in turn. The router's choice is drawn as well in runs with EP, because a plan takes
+two GPUs: EP 2, FSDP2, EP 2, PP 2 by turns. The router's choice is drawn as well in runs with EP, because a plan takes
 its skew as given (`forebay plan --skew`); in all others it is the router's own. The trainer has no LoRA, so there is
-none here. `--gpus 1` draws runs of one GPU only, `--device h100` ones that an H100 holds. Runs and figures are those of
-`benchmarks/planner_measure.py`; each run has processes of its own.
+none here. Two of three runs of one GPU and of EP 2 are as a user starts them: the keys that are "auto" stay so, and the
+fast path chooses, in plan and run alike. Such draws with EP are repeated until it chooses a graph, which it does for
+few. The others have a value for each of these keys, and their steps are launched by the host. `--gpus 1` draws runs of
+one GPU only, `--device h100` ones that an H100 holds. Runs and figures are those of `benchmarks/planner_measure.py`;
+each run has processes of its own.
 """
 
 from __future__ import annotations
@@ -27,20 +30,26 @@ from typing import Any
 
 import torch
 from common import GIB, environment, markdown, results_folder
-from planner import compared, error_of, on_gpus, planned, read, summary
+from planner import compared, config_of, error_of, on_gpus, planned, read, summary
 from planner_grid import POSITIONS, Entry
 from planner_measure import NO_TIME, TIMED, WARM, measure
 
 from forebay.config import SCHEDULES
+from forebay.config.sections import AUTO
 from forebay.errors import UsageError
 from forebay.estimate.device import DEFAULT
 from forebay.estimate.fit import least_budget
+from forebay.estimate.layers import fast_path_of
 from forebay.estimate.trace_cache import TraceCache
 from forebay.policy import RECOMPUTE_MODES, PolicyError
 from forebay.train.hf_io import TESTED as FAMILIES
 
-MESHES = ("", "", "EP", "", "", "FSDP", "", "", "PP")  # by turns; "" is one GPU
+MESHES = ("", "", "EP", "", "", "FSDP", "", "", "EP", "", "", "PP")  # by turns; "" is one GPU
+USUAL = (True, True, False)  # by turns of a mesh in `USUALLY`: whether the keys of the fast path stay "auto"
+USUALLY = ("", "EP")
+FAST_PATH = {"memory": ("graph",), "parallel": ("overlap", "reshard", "capacity_factor")}
 AUTO_STEPS = 40  # that `auto` takes to try plans
+CAPTURED = 4  # the step that is captured, if nothing is left to plan
 
 
 @dataclass(frozen=True)
@@ -86,18 +95,17 @@ class Limits:
     host: float = 100 * GIB
     parameters: float = 8e9
     seconds: float = 5.4
-    tuning_seconds: float = 12.0
 
     def refusal(self, entry: Entry, plan: dict[str, Any]) -> str:
         """Why a plan is not run; "" if it is."""
         tuned = entry.sections["memory"]["policy"] == "auto"
-        steps = WARM + TIMED + AUTO_STEPS * tuned
+        steps = (CAPTURED if plan["keys"]["graph"] else WARM) + TIMED + AUTO_STEPS * tuned
         wrong = {
             "too small for the GPU": plan["reserved"] < self.least,
             "too large for the GPU": plan["reserved"] > self.most,
-            "too large for the host": host_bytes(entry, plan) > self.host,
+            "too large for the host": host_bytes(as_planned(entry, plan), plan) > self.host,
             "too many parameters": plan["parameters"] > self.parameters,
-            "too long": steps * plan["seconds"] > (self.tuning_seconds if tuned else self.seconds),
+            "too long": steps * plan["seconds"] > self.seconds,
         }
         return next((why for why, holds in wrong.items() if holds), "")
 
@@ -117,10 +125,15 @@ def host_bytes(entry: Entry, plan: dict[str, Any]) -> int:
 
 
 class Draw:
-    """One draw from `rng`, for a mesh of `MESHES`. `schedule`: of a pipeline."""
+    """One draw from `rng`, for a mesh of `MESHES`. `schedule`: of a pipeline. `usual`: see `USUAL`."""
 
-    def __init__(self, rng: random.Random, ranges: Ranges, mesh: str, schedule: str):
-        self._rng, self._ranges, self._mesh, self._schedule = rng, ranges, mesh, schedule
+    def __init__(self, rng: random.Random, ranges: Ranges, mesh: str, schedule: str, usual: bool):
+        self._rng, self._ranges, self._mesh, self._schedule, self.usual = rng, ranges, mesh, schedule, usual
+
+    @property
+    def captured(self) -> bool:
+        """Whether only a configuration is run whose steps the fast path makes a graph of."""
+        return self.usual and self._mesh == "EP" and self._ranges.device == "cuda"
 
     def entry(self, number: int) -> Entry:
         rng = self._rng
@@ -129,13 +142,15 @@ class Draw:
         compiles = rng.random() < self._ranges.compiles
         parallel = self._parallel()
         memory = {**self._memory(layers, parallel, compiles), "compile": compiles}
-        engine = "pp" in parallel or parallel.get("overlap", False)
-        if engine and not parallel["reshard"] and rng.random() < 0.5:
+        engine = "pp" in parallel or parallel.get("overlap") is True
+        if self.usual:
+            memory["graph"] = AUTO
+        elif "pp" in parallel and not parallel["reshard"] and rng.random() < 0.5:
             memory["graph"] = True
         sections = {
-            "model": self._model(family, layers, plain=not engine and "ep" not in parallel),
+            "model": self._model(family, layers, plain=not (self.usual or engine or "ep" in parallel)),
             "train": self._train(),
-            "optimizer": {"lr": 1e-5, "fused": rng.random() < 0.8},
+            "optimizer": {"lr": 1e-5, "fused": self.usual or rng.random() < 0.8},
             "memory": memory,
             "parallel": {"timeout": 60, **parallel},
             "device": {"type": self._ranges.device},
@@ -152,7 +167,7 @@ class Draw:
         return self._size(limits, self._rng.choice((64, 128)))
 
     def _model(self, family: str, layers: int, plain: bool) -> dict[str, Any]:
-        """`plain`: no part of the model is replaced by Forebay's engines."""
+        """`plain`: loss and experts may be transformers' own."""
         rng, ranges = self._rng, self._ranges
         hidden = self._width(ranges.hidden)
         config = {
@@ -252,6 +267,8 @@ class Draw:
 
     def _parallel(self) -> dict[str, Any]:
         rng = self._rng
+        if self.usual:
+            return {**dict.fromkeys(FAST_PATH["parallel"], AUTO), **({"ep": 2} if self._mesh == "EP" else {})}
         found: dict[str, Any] = {"reshard": rng.random() < 0.5}
         if self._mesh != "PP":
             found["overlap"] = rng.random() < (0.4 if self._mesh == "EP" else 0.2)
@@ -270,7 +287,7 @@ class Draw:
     def _memory(self, layers: int, parallel: dict[str, Any], compiles: bool) -> dict[str, Any]:
         """The budget of `auto` is still to be set, from plans."""
         rng = self._rng
-        dispatches = "ep" in parallel or "pp" in parallel or parallel.get("overlap", False)
+        dispatches = "ep" in parallel or "pp" in parallel or parallel.get("overlap") is True
         first = f"model.layers.[0-{min(9, rng.randrange(layers))}]"
         mixed: list[dict[str, str]] = [
             {"*.self_attn": "offload", "*.mlp": "recompute"},
@@ -284,9 +301,12 @@ class Draw:
         if dispatches or not compiles:  # or the experts are inside compiled code
             mixed.append({"*.mlp.experts": "recompute"})
             mixed.append({"*.self_attn": "offload", "*.mlp": "offload", "*.mlp.experts": "recompute"})
-        if parallel.get("capacity_factor"):
+        if "ep" in parallel and parallel.get("capacity_factor"):
             mixed += 3 * [{"*.mlp.experts": "stash"}]
-        kind = rng.choices(("keep", "recompute", "offload", "auto", "mixed"), (25, 20, 20, 12, 23))[0]
+        kinds = {"keep": 25, "recompute": 20, "offload": 20, "auto": 12, "mixed": 23}
+        if self.captured:  # other placements are in no graph
+            kinds, mixed = {"keep": 1, "mixed": 1}, [{"*.mlp.experts": "stash"}]
+        kind = rng.choices(list(kinds), list(kinds.values()))[0]
         found: dict[str, Any] = {"policy": rng.choice(mixed) if kind == "mixed" else kind}
         placements = {kind} | set(found["policy"].values() if kind == "mixed" else ())
         if "recompute" in placements:
@@ -330,14 +350,18 @@ def draw(
     Each has generators of its own, by seed, number and attempt.
     """
     schedules = random.Random(seed).sample(SCHEDULES, len(SCHEDULES))
+    drawn: Counter[str] = Counter()  # by mesh
     runs: list[dict[str, Any]] = []
     vain: Counter[str] = Counter()
     meshes = MESHES if gpus > 1 else ("",)
     for number in range(count):
-        turn, mesh = divmod(number, len(meshes))
+        turn, place = divmod(number, len(meshes))
+        mesh = meshes[place]
+        usual = mesh in USUALLY and USUAL[drawn[mesh] % len(USUAL)]
+        drawn[mesh] += 1
         for attempt in range(1000):
             rng = random.Random(f"{seed} {number} {attempt}")
-            source = Draw(rng, ranges, meshes[mesh], schedules[turn % len(schedules)])
+            source = Draw(rng, ranges, mesh, schedules[turn % len(schedules)], usual)
             entry, plan, why = planned_draw(source, number, limits)
             if not why:
                 break
@@ -355,12 +379,23 @@ def planned_draw(source: Draw, number: int, limits: Limits) -> tuple[Entry, dict
     if parameters_at_least(entry) > limits.parameters:
         return entry, {}, "too many parameters"
     try:
+        if source.captured and not fast_path_of(config_of(entry), entry.gpus, traces).config.step.graph:
+            return entry, {}, "no graph"
         if entry.sections["memory"]["policy"] == "auto":
             entry = source.budget(entry, traces)
         plan = planned(entry, entry.skew, traces, limits.device)
     except (UsageError, PolicyError):
         return entry, {}, "refused"
     return entry, plan, limits.refusal(entry, plan)
+
+
+def as_planned(entry: Entry, plan: dict[str, Any]) -> Entry:
+    """The entry with the values that its plan found for the keys that are "auto"."""
+    sections = dict(entry.sections)
+    for name, keys in FAST_PATH.items():
+        chosen = {key: plan["keys"][key] for key in keys if sections[name].get(key) == AUTO}
+        sections[name] = {**sections[name], **chosen}
+    return replace(entry, sections=sections)
 
 
 def parameters_at_least(entry: Entry) -> int:
@@ -377,10 +412,13 @@ def entries_of(runs: Sequence[dict[str, Any]]) -> dict[str, Entry]:
 
 
 def kind_of(entry: Entry) -> str:
-    """Errors are averaged over it."""
+    """Errors are averaged over it. `entry`: as planned."""
     memory, parallel = entry.sections["memory"], entry.sections["parallel"]
     if entry.gpus > 1:
-        return "2 GPUs, " + ("PP" if "pp" in parallel else "EP" if "ep" in parallel else "FSDP2")
+        mesh = "PP" if "pp" in parallel else "EP" if "ep" in parallel else "FSDP2"
+        return f"2 GPUs, {mesh}" + ", graph" * bool(memory.get("graph"))
+    if memory.get("graph"):
+        return "1 GPU, graph"
     policy = memory["policy"]
     if {"offload", "auto"} & ({policy} if isinstance(policy, str) else set(policy.values())):
         return "1 GPU, offload or auto"
@@ -388,7 +426,7 @@ def kind_of(entry: Entry) -> str:
 
 
 def words_of(entry: Entry) -> str:
-    """The configuration in words; what is not said is the default."""
+    """The configuration, as planned, in words; what is not said is the default."""
     model, train, memory, parallel = (entry.sections[name] for name in ("model", "train", "memory", "parallel"))
     c = model["config"]
     experts = c.get("num_experts") or c.get("num_local_experts") or c["n_routed_experts"]
@@ -405,7 +443,7 @@ def words_of(entry: Entry) -> str:
         f"budget {memory['budget'] / GIB:.2f} GiB" if "budget" in memory else "",
         "bf16" if model["dtype"] == "bfloat16" else "fp32 and bf16",
         *(word for word in ("compile", "graph") if memory.get(word)),
-        *(f"{word} {parallel[word]}" for word in _SAID if word in parallel and parallel[word] is not False),
+        *(f"{word} {parallel[word]}" for word in _SAID if parallel.get(word)),
         *(f"{word} {model[word]}" for word, usual in _USUAL.items() if model[word] != usual),
         "" if entry.sections["optimizer"]["fused"] else "optimizer not fused",
         "" if train["clip"] else "not clipped",
@@ -462,6 +500,7 @@ def show(file: Path, device: str | None) -> None:
         if device is not None:
             plan = {**plan, "seconds": planned(entry, entry.skew, device=device)["seconds"]}
         line = compared(entry, row, plan, entry.skew)
+        entry = as_planned(entry, plan)
         lines.append({**line, "kind": kind_of(entry), "number": row["name"][:2], "words": words_of(entry)})
     shown = ("number", "words", *(f"{what} {how}" for what in _SHOWN for how in ("planned", "measured", "%")))
     print(markdown([{name: line[name] for name in shown} for line in lines]), end="\n\n")
@@ -469,6 +508,8 @@ def show(file: Path, device: str | None) -> None:
         print(markdown(summary(lines, "kind")), end="\n\n")
     for wrong in misfits(entries, plans, rows):
         print(f"said to fit, and does not: {wrong}")
+    for wrong in otherwise(plans, rows):
+        print(f"ran otherwise than planned: {wrong}")
     for row in rows:
         if not on_gpus(row):
             print(f"not measured: {row['name']}: {row.get('error', 'it ran on a CPU')}")
@@ -498,6 +539,19 @@ def misfits(entries: dict[str, Entry], plans: dict[str, dict[str, Any]], rows: S
         ):
             if took > budget:
                 found.append(f"{row['name']} may {what} {budget / GIB:.3f} GiB, and takes {took / GIB:.3f}")
+    return found
+
+
+def otherwise(plans: dict[str, dict[str, Any]], rows: Sequence[dict[str, Any]]) -> list[str]:
+    """Runs that found other values for keys of the fast path than their plans, or whose steps could not be captured."""
+    found = []
+    for row in filter(on_gpus, rows):
+        asked = plans[row["name"]].get("keys")  # older draws have none
+        for rank in row["ranks"] if asked else ():
+            if rank.get("keys") != asked:
+                found.append(f"{row['name']}: {rank['keys']}, planned {asked}")
+            elif rank["is_captured"] != asked["graph"]:
+                found.append(f"{row['name']}: {rank['graph']}")
     return found
 
 

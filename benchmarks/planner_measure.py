@@ -2,8 +2,9 @@
 
 Input: entries as of `benchmarks/planner_grid.py`, perhaps with a limit on what torch may reserve. Output: a line of
 JSON for each in OUT/NAME.jsonl, written as it comes, so that nothing is lost if this ends; allocator histories and
-workers' logs in OUT/NAME.tar.gz. Runs of one GPU run on all GPUs at once, those of two in pairs, and so on: a `Group`
-is the GPUs that share a run. The processes of a run are killed when it ends, fails or takes too long.
+workers' logs in OUT/NAME.tar.gz. Runs of one GPU run on all GPUs at once, those of two in pairs, and so on, the runs of
+most GPUs first: a `Group` is the GPUs that share a run. The processes of a run are killed when it ends, fails or takes
+too long.
 
 As a script, this is one worker process. It imports everything at once, and touches a GPU only when it gets its run: a
 line of JSON on standard input (`Job`), the rank in the environment as torchrun has it. It writes PARTS/NAME.RANK.json
@@ -58,13 +59,15 @@ from forebay.train.distributed import Mesh
 from forebay.train.tokenizer import load_tokenizer
 from forebay.train.trainer import Trainer
 
-# Seconds that a run may take, and one that compiles; the first runs of a machine wait for their imports.
+# Seconds that a run may take, and one that compiles, once its processes have imported everything.
 SECONDS, COMPILING = 90, 180
 NO_TIME = "no time was left"  # the error of what has not run
 GRACE = 5  # seconds for the other ranks of a group to write their figures after one has failed
 PORTS = 29650
 # Steps: before timing at least and at most (`auto` tries plans for 40), timed, and with a recorded allocator history.
 WARM, MOST, TIMED, TRACED = 2, 64, 7, 3
+# Inductor would take all cores to compile, beside steps on another GPU that are being timed.
+_QUIET = {"TORCHINDUCTOR_COMPILE_THREADS": "8"}
 
 
 @dataclass
@@ -86,7 +89,8 @@ class Group:
         self.ready = self.ready or [self._process(rank) for rank in range(len(self.gpus))]
 
     def _process(self, rank: int) -> subprocess.Popen[str]:
-        environment = {**os.environ, "PYTHONUNBUFFERED": "1", "CUDA_VISIBLE_DEVICES": ",".join(map(str, self.gpus))}
+        environment = {**_QUIET, **os.environ, "PYTHONUNBUFFERED": "1"}
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self.gpus))
         if (world := len(self.gpus)) > 1:
             environment |= {
                 "RANK": str(rank),
@@ -120,6 +124,8 @@ class Group:
         paths = [self.parts / f"{self.entry.name}.{rank}.json" for rank in range(len(self.gpus))]
         gone = [p.poll() for p in self.processes]  # polled before the files are read: a process writes, then ends
         there = [json.loads(path.read_text()) if path.exists() else None for path in paths]
+        if not all((self.parts / f"{p.pid}.ready").exists() for p in self.processes):
+            self.began = time.monotonic()  # imports are no part of a run
         late = time.monotonic() - self.began > self.limit
         silent = [r for r, (row, code) in enumerate(zip(there, gone, strict=True)) if row is None and code is not None]
         failed = bool(silent) or any(row is not None and "error" in row for row in there)
@@ -196,7 +202,7 @@ def measure(
         parts, logs = Path(folder, "parts"), Path(folder, "logs")
         parts.mkdir()
         logs.mkdir()
-        sizes = sorted({e.gpus for e in entries if e.gpus <= gpus})
+        sizes = sorted({e.gpus for e in entries if e.gpus <= gpus}, reverse=True)
         phases = [(size, [Group(g, parts, logs) for g in _split(gpus, size)]) for size in sizes]
         try:
             for _, groups in phases:
@@ -287,6 +293,7 @@ def worker() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--parts", type=Path, required=True)
     options = parser.parse_args()
+    (options.parts / f"{os.getpid()}.ready").touch()
     given = json.loads(sys.stdin.readline() or "null")
     if given is None:
         return  # there was no run left
@@ -325,7 +332,7 @@ def measured(entry: Entry, limit: int | None, trace: Path | None) -> dict[str, A
     row: dict[str, Any] = {"outside_before": memory.outside()}
     partition = plan_layers(config, entry.gpus).partition if config.parallel.pp > 1 else None
     with Mesh.open(config) as mesh, Trainer(config, mesh, partition) as trainer:
-        loads = Loads(trainer.model, config, entry.skew) if config.parallel.ep > 1 else None
+        loads = Loads(trainer.model, trainer.config, entry.skew) if config.parallel.ep > 1 else None
         row |= {
             "build_peak": memory.saw(),
             "built": memory.held(),
@@ -403,7 +410,9 @@ def about(trainer: Trainer) -> dict[str, Any]:
         "placements": {p: placements.count(p) for p in sorted(set(placements))},
         "host_bytes": trainer.memory.host_bytes,
         "pages_bytes": pages.device_bytes if pages is not None else 0,
+        "keys": asdict(trainer.config.step),
         "graph": trainer.graph_status,
+        "is_captured": trainer.cuda_graph is not None and trainer.cuda_graph.is_captured,
         "graph_bytes": graph_bytes(trainer),
         "exchange": type(trainer.dispatcher).__name__,
         "parameters": sum(p.numel() for p in trainer.model.parameters()),

@@ -35,6 +35,8 @@ def rows_of(runs: list[dict[str, Any]], factor: float) -> list[dict[str, Any]]:
             "life_reserved": plan["reserved"] * factor,
             "outside": 1,
             "seconds": [plan["seconds"] * factor] * 3,
+            "keys": plan["keys"],
+            "is_captured": plan["keys"]["graph"],
         }
         found.append({"name": run["name"], "gpus": run["gpus"], "ranks": [rank] * run["gpus"]})
     return found
@@ -64,6 +66,36 @@ def test_the_same_seed_draws_the_same_plans_and_their_errors_are_shown(blind, mo
     command(blind, monkeypatch, "draw", "--seed", "7", "--count", "3", "--tiny", "--gpus", "1")
     assert [run["gpus"] for run in json.loads(file.read_text())["runs"]] == [1, 1, 1]
     assert f"not measured: {names[2]}: CUDA out of memory" in out
+
+
+def test_usual_draws_leave_the_fast_path_to_plan_and_run(blind):
+    draws = {
+        usual: blind.Draw(blind.random.Random("7007 1 0"), blind.GPU, "", "1f1b", usual) for usual in (True, False)
+    }
+    usual, other = (source.entry(1) for source in draws.values())
+    config = blind.config_of(usual)
+    assert {config.memory.graph, config.parallel.overlap, config.parallel.reshard} == {"auto"}
+    assert not blind.fast_path_of(blind.config_of(other), 1).reasons  # nothing is left to choose
+    keys = {"graph": True, "overlap": False, "reshard": False, "capacity_factor": 0.0}
+    planned = blind.as_planned(usual, {"keys": keys})
+    assert planned.sections["parallel"] == {"timeout": 60, **{k: v for k, v in keys.items() if k != "graph"}}
+    assert blind.kind_of(planned) == "1 GPU, graph" and "graph" in blind.words_of(planned)
+    assert blind.as_planned(other, {"keys": keys}) == other
+
+
+def test_runs_that_are_not_what_was_planned_are_named(blind):
+    keys = {"graph": True, "overlap": False, "reshard": False, "capacity_factor": 0.0}
+    by_host = {**keys, "graph": False, "reshard": True}
+    ranks = [
+        {"outside": 1, "keys": found, "is_captured": is_captured, "graph": "why"}
+        for found, is_captured in ((keys, True), (keys, False), (by_host, False))
+    ]
+    rows = [{"name": name, "ranks": [rank]} for name, rank in zip("abc", ranks, strict=True)]
+    assert blind.otherwise({name: {"keys": keys} for name in "abc"}, rows) == [
+        "b: why",
+        f"c: {by_host}, planned {keys}",
+    ]
+    assert not blind.otherwise({name: {} for name in "abc"}, rows)  # draws of old
 
 
 def test_only_what_has_no_result_runs(blind, monkeypatch, tmp_path):

@@ -133,7 +133,10 @@ def test_overrides(tmp_path: Path) -> None:
             with_key("memory", graph=True) | {"parallel": {"ep": 2, "dispatch": "nccl"}},
             ["memory.graph", "parallel.dispatch = 'nccl'"],
         ),
-        (with_key("memory", graph=True, policy="auto", budget="1GiB"), ["memory.graph = true supports", "'offload'", "auto"]),
+        (
+            with_key("memory", graph=True, policy="auto", budget="1GiB"),
+            ["memory.graph = true supports", "'offload'", "auto"],
+        ),
         (with_key("memory", graph="yes"), ["memory.graph = 'yes'", "valid are auto, true or false"]),
         (with_key("memory", graph=1), ["memory.graph", "true or false or a text"]),
         (

@@ -18,7 +18,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 import forebay
 from forebay.memory import autotune
 from forebay.memory.hooks import Manager
-from forebay.memory.offload_plan import plan_interleaved
+from forebay.memory.solver import plan_interleaved
 from forebay.memory.step import Step
 from forebay.memory.timeline import Assignment, Plan, Timeline, simulate
 from forebay.policy import BudgetError, PolicyError

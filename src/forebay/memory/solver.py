@@ -135,7 +135,7 @@ class Solver:
         if candidate not in self._plans:
             window = candidate.window and self._bytes(candidate.offload) // candidate.window
             self._plans[candidate] = TurnSchedule(
-                self._step, assign(candidate.offload, candidate.recompute), window
+                self._step, Assignment.of(candidate.offload, candidate.recompute), window
             ).plan()
         return self._plans[candidate]
 
@@ -308,19 +308,12 @@ def by_cost(timeline: Timeline, recomputable: frozenset[str]) -> list[str]:
     return sorted(worth, key=lambda p: (float(f"{seconds[p] / frees[p]:.1e}"), -last[p]))
 
 
-def assign(items: Iterable[Item], recompute: frozenset[str] = frozenset()) -> Assignment:
-    offload: dict[int, set[int]] = {}
-    for call, item in items:
-        offload.setdefault(call, set()).add(item)
-    return Assignment({c: frozenset(chosen) for c, chosen in offload.items()}, recompute)
-
-
 def carried_items(step: IndexedTimeline, items: Sequence[Item], recompute: frozenset[str] = frozenset()) -> int:
     """How many of `items`, in their order, the link carries: nothing waits, and all have left before the turn."""
     tolerance = STALL_TOLERANCE * sum(event.seconds for event in step.events)
 
     def waits(count: int) -> bool:
-        plan = TurnSchedule(step, assign(items[:count], recompute), None).plan()
+        plan = TurnSchedule(step, Assignment.of(items[:count], recompute), None).plan()
         return plan.stall_seconds > tolerance or len(plan.release_at) < len(plan.offload)
 
     return bisect_left(range(1, len(items) + 1), True, key=waits)
@@ -332,13 +325,13 @@ def carried_items(step: IndexedTimeline, items: Sequence[Item], recompute: froze
 def fit_link(timeline: Timeline, paths: frozenset[str]) -> Plan:
     """Offload as much of the regions `paths` as the link carries without the compute stream waiting."""
     items = by_wait(timeline, paths)
-    return simulate(timeline, assign(items[: carried_items(IndexedTimeline(timeline), items)]))
+    return simulate(timeline, Assignment.of(items[: carried_items(IndexedTimeline(timeline), items)]))
 
 
 def offload_all(timeline: Timeline, paths: frozenset[str]) -> Plan:
     """Offload every item of the regions `paths`. Where the link is too slow, a quarter of the bytes may be on their way at once:
     fewer free memory sooner and wait longer."""
-    assignment = assign(by_wait(timeline, paths))
+    assignment = Assignment.of(by_wait(timeline, paths))
     plan = simulate(timeline, assignment)
     if plan.stall_seconds <= STALL_TOLERANCE * sum(event.seconds for event in timeline.events):
         return plan

@@ -219,15 +219,6 @@ def test_a_margin_is_left_free_where_it_can_be(seed: int) -> None:
         under_budget(timeline, paths, least - 1, paths, margin=0.1)
 
 
-def test_offload_comes_before_recompute_while_the_link_is_free() -> None:
-    calls = tuple(CallFigures((f"r{i}", 0), (100,), 1.0) for i in range(6))
-    order = [("F", i) for i in range(6)] + [("B", i) for i in reversed(range(6))]
-    timeline = Timeline(calls, tuple(TimelineEvent(k, i, 1.0) for k, i in order), 1e4, 1e4)
-    plan = under_budget(timeline, paths_of(timeline), 400, paths_of(timeline))
-    assert not plan.recompute and plan.stall_seconds == 0.0
-    assert set(plan.offload) >= {("r0", 0), ("r1", 0)}
-
-
 # --- rules: pipelines --------------------------------------------------------------------------------------------------------
 
 
@@ -443,23 +434,6 @@ def test_copies_take_little_of_the_devices_own_memory(memory_rate: float) -> Non
     assert 0 < 2 * plan.planned_bytes <= 0.0018 * seconds * memory_rate < 2 * most.planned_bytes
     assert most.peak_bytes < plan.peak_bytes < kept.peak_bytes
     assert plan_interleaved(slower, paths, everything=True) == plan_interleaved(timeline, paths, everything=True)
-
-
-@pytest.mark.parametrize(("ahead", "layers", "rate"), [(4, 1, 6.04e9), (7, 3, 4.37e9)])
-def test_of_few_kinds_shorter_waits_are_tried_too(
-    monkeypatch: pytest.MonkeyPatch, ahead: int, layers: int, rate: float
-) -> None:
-    timeline = pipeline(32, ahead, layers, rate, items=(5 * MB,))
-    paths = paths_of(timeline)
-    seconds = sum(m.seconds for m in timeline.events)
-
-    def cost() -> float:
-        plan = plan_interleaved(timeline, paths, everything=True)
-        return plan.peak_bytes * (1 + 2 * plan.stall_seconds / seconds)
-
-    sparse = cost()
-    monkeypatch.setattr(solver, "_PREFIX_STRIDE", 1)
-    assert sparse == cost()
 
 
 def test_with_everything_and_a_fast_link_nobody_waits() -> None:

@@ -1,19 +1,14 @@
 """The simulation against figures worked out by hand."""
 
-import random
-
 import pytest
 
 from forebay.memory.timeline import (
     Assignment,
     CallFigures,
-    IndexedTimeline,
     Timeline,
     TimelineEvent,
-    TurnSchedule,
     simulate,
 )
-from tests.memory.timelines import pipeline, random_timeline
 
 
 def timeline(saved: list[int], seconds: float, rate: float, transient: int = 0, other: int = 0) -> Timeline:
@@ -88,19 +83,3 @@ def test_several_microbatches_in_flight() -> None:
     calls = (CallFigures(("r", 0), (5,), 1.0), CallFigures(("r", 1), (5,), 1.0))
     events = tuple(TimelineEvent(kind, call, 1.0) for kind, call in (("F", 0), ("F", 1), ("B", 0), ("B", 1)))
     assert simulate(Timeline(calls, events, 100.0, 100.0), Assignment()).peak_bytes == 10
-
-
-@pytest.mark.parametrize("window", [None, 0, 300])
-def test_the_peak_is_that_of_the_highest_event(window: int | None) -> None:
-    step = random_timeline(random.Random(3), 5)
-    assignment = Assignment({0: frozenset({0}), 2: frozenset({0})}, frozenset({"r4"}))
-    schedule = TurnSchedule(IndexedTimeline(step), assignment, window)
-    assert len(schedule.memory) == len(step.events) and schedule.plan() == simulate(step, assignment, window)
-    assert max(schedule.memory) == schedule.plan().peak_bytes
-
-
-def test_where_a_pipeline_s_step_opens_and_closes() -> None:
-    step = pipeline(16, 8, 2, 3e9)
-    kinds = "".join(m.kind for m in step.events)
-    assert kinds[: step.opening] == "F" * 16 and kinds[step.opening] == "B"
-    assert kinds[step.closing :] == "B" * 16 and kinds[step.closing - 1] == "F"

@@ -50,8 +50,8 @@ from ep import force_balance
 from forebay import Managed
 from forebay.config import Config, from_mapping
 from forebay.estimate.layers import plan_layers
-from forebay.memory.offload_plan import plan_interleaved
 from forebay.memory.recorder import requested
+from forebay.memory.solver import plan_interleaved
 from forebay.pipeline.activity import ActionRecorder, bubble, trace_json
 from forebay.pipeline.runtime import _RuntimeStep
 from forebay.pipeline.schedule import Action

@@ -521,7 +521,7 @@ def _warn_of_network(config: "Config", world: int, per_node: int) -> None:
     said = [split_replicas(config, world, per_node)]
     if per_node % config.parallel.ep:  # torch is imported for it
         from forebay.estimate.device import DEFAULT
-        from forebay.estimate.slow_link import slow_link
+        from forebay.estimate.layers import slow_link
 
         _quiet_transformers()
         said.append(slow_link(config, world, per_node, _device(DEFAULT)))

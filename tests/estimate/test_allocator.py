@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import random
-import time
 from itertools import pairwise
 
 import pytest
@@ -179,20 +177,6 @@ def _check(allocator: CachingAllocator, live: list[Block], known: list[Block]) -
             here = here.after  # type: ignore[assignment]
         assert at == first.address + segment
         assert not any(not a.in_use and not b.in_use for a, b in pairwise(chain))
-
-
-def test_a_hundred_thousand_requests_a_second() -> None:
-    """On a busy machine; 300000 to 600000 on an idle one."""
-    numbers = random.Random(1)
-    sizes = [numbers.choice([4 * KIB, 300 * KIB, 8 * MIB, 16 * MIB, 96 * MIB]) for _ in range(20000)]
-    allocator, live = CachingAllocator(), [None] * 64
-    began = time.process_time()
-    for n, size in enumerate(sizes):
-        held = live[n % 64]
-        if held is not None:
-            allocator.free(held)
-        live[n % 64] = allocator.malloc(size)  # type: ignore[call-overload]
-    assert 2 * len(sizes) / (time.process_time() - began) > 100_000
 
 
 def test_segments_lie_where_the_driver_puts_them() -> None:

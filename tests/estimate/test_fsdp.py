@@ -86,7 +86,7 @@ def test_replicas_all_reduce_what_their_shards_have_reduced(processes: int, dtyp
     params = FsdpLifecycle(allocator, [group], sharing, "compute")
     shard, held = 64 // processes, []
     for last in (False, True):
-        params.enter(0, True, True, last)
+        params.enter(0, True, True)
         params.keeps(0, "w", allocator.malloc(32 * MIB, "compute"))
         params.leave(0, False, True, last)
         params._reshard(0)
@@ -113,7 +113,7 @@ def test_frozen_weights_are_gathered_and_not_reduced() -> None:
     sharing = Sharing(data=2, sharded=True, parameter=4, compute=2, summed=2, frozen=2, sums=False)
     allocator = CachingAllocator()
     params = FsdpLifecycle(allocator, [group], sharing, "compute")
-    params.enter(0, True, True, True)
+    params.enter(0, True, True)
     assert allocator.allocated == (128 + 4) * MIB
     params.keeps(0, "a", allocator.malloc(4 * MIB, "compute"))
     allocator.take_peak()
@@ -131,7 +131,7 @@ def test_gradients_that_nobody_shares_are_cast_in_the_order_of_the_modules(monke
     alone = Sharing(sharded=True, parameter=4, compute=2, summed=2)
     params = FsdpLifecycle(allocator, [ends, *layers], alone, "compute")
     for place, name in ((1, "w"), (0, "w"), ("embedding", "head")):
-        params.enter(place, True, True, True)
+        params.enter(place, True, True)
         params.keeps(place, name, allocator.malloc(16, "compute"))
         params.leave(place, False, True, True)
     order: list[int] = []

@@ -16,7 +16,7 @@ from forebay.estimate.op_recorder import OpRecorder
 from forebay.estimate.routing import EvenRouting
 from forebay.estimate.trace import PlannedDispatcher, trace_model
 from forebay.estimate.types import ModelTrace, OpCost, Shape
-from forebay.kernels.scale import scale
+from forebay.kernels.cross_entropy import scale
 from tests.models.conftest import EXPERTS, HIDDEN, TOP_K, VOCABULARY, WIDTH, build_tiny
 
 SEQUENCE = 32
@@ -57,7 +57,7 @@ def test_views_and_empty_memory_cost_nothing() -> None:
         (lambda x: x.max(-1)[0], [(8, 8)], OpCost("unvectorized", 0, 256 + 32 + 64)),  # and indices, in int64
         (lambda x, y: x * y.sum(), [(8, 8), (2,)], OpCost("pointwise", 0, 2 * 256 + 4)),  # a scalar has no layout
         (lambda x: x * torch.empty(8, 8, dtype=torch.bfloat16), [(8, 8)], OpCost("unvectorized", 0, 2 * 256 + 128)),
-        # `forebay.kernels.scale` writes into given memory: fp32 read, bf16 written, at the speed of a copy.
+        # `forebay.kernels.cross_entropy.scale` writes into given memory: fp32 read, bf16 written, at the speed of a copy.
         (lambda x: scale(x, torch.empty(()), torch.bfloat16), [(8, 8)], OpCost("pointwise", 0, 256 + 4 + 128)),
     ],
 )

@@ -202,13 +202,6 @@ def test_what_the_device_waits_for_copies(launch: float) -> None:
     assert (everything.schedule > keep.schedule) == (launch < 1e-6)
 
 
-def test_a_graph_has_no_host() -> None:
-    eager = small(parallel={"overlap": True, "reshard": False})
-    graph = small(parallel={"overlap": True, "reshard": False}, memory={"graph": True})
-    assert eager.limited_by_host and eager.host > graph.host == 0
-    assert graph.schedule == eager.schedule and graph.seconds < eager.seconds
-
-
 def test_the_host_pays_for_what_the_device_does_not_see() -> None:
     """A recomputed forward runs its Python again, a copy to the host has some of its own, and launches of a step that is captured
     are no part of it."""
@@ -237,12 +230,6 @@ def test_kernels_of_profiled_steps(monkeypatch: pytest.MonkeyPatch) -> None:
         busy = found.schedule + found.gather + found.reduce + found.optimizer
         errors.append(1e3 * busy / run["busy_ms"] - 1)
     assert max(map(abs, errors)) < 0.1, errors
-
-
-def test_overlap_hides_transfers() -> None:
-    parallel = {"ep": 4, "reshard": False, "dispatch": "symmetric", "capacity_factor": 2.0}
-    alone, together = (small(4, parallel={**parallel, "overlap": overlap}) for overlap in (False, True))
-    assert together.exposed[0] < 0.5 * alone.exposed[0]
 
 
 def test_experts_on_two_nodes_take_longer() -> None:

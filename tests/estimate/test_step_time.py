@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from forebay.estimate.device import load
+from forebay.estimate.device import FIGURES, DeviceProfile, Figure, load
 from forebay.estimate.layer_time import Clock, KernelTime
 from forebay.estimate.routing import EvenRouting
 from forebay.estimate.state import Sharing
@@ -25,9 +25,17 @@ from forebay.estimate.step_time import (
 )
 from forebay.estimate.types import OpCost
 from forebay.pipeline.schedule import Action, PipelinePlan, local_plan, make_plan
-from tests.estimate.plain_device import device
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+ROUND = {"bandwidth": 1e3, "kernel": 1e-9, "launch": 1e-9, "contention": 1e-9}
+
+
+def device(node: int = 8, **figures: float) -> DeviceProfile:
+    """Every rate is 1e6, bandwidth 1e3, and times are almost 0, except for `figures`."""
+    values = {**dict.fromkeys(FIGURES, 1e6), **ROUND, **figures}
+    made = {name: Figure(((0.0, value),), "measured", "here") for name, value in values.items()}
+    return DeviceProfile("plain", "a plain device", node, made)
+
 
 # --- operations -------------------------------------------------------------------------------------------------------
 

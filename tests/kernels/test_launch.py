@@ -7,11 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from forebay.kernels.cross_entropy import cross_entropy_
+from forebay.kernels.cross_entropy import cross_entropy_, scale
 from forebay.kernels.grouped import add_rows_by_rows
 from forebay.kernels.launch import packed, use_triton
 from forebay.kernels.permute import combine_rows, gather_rows, sort_slots
-from forebay.kernels.scale import scale
 from forebay.kernels.swiglu import Glu, swiglu_backward, swiglu_forward
 from tests.kernels.common import DEVICE, moved_on, strided, turned
 

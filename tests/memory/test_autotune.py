@@ -23,8 +23,8 @@ import forebay
 from forebay.memory import autotune
 from forebay.memory.autotune import MAX_TRIAL_STEPS, Autotuner, Trials, TuneState
 from forebay.memory.host_store import HostStore, Traffic
-from forebay.memory.offload_plan import under_budget
 from forebay.memory.recorder import Peaks, TimelineRecorder, TimingRecorder, TrialRecorder
+from forebay.memory.solver import under_budget
 from forebay.memory.storage import storable, storage_bytes
 from forebay.memory.timeline import Assignment, CallFigures, Key, Plan, Rates, Timeline, TimelineEvent, simulate
 from forebay.policy import BudgetError

@@ -479,7 +479,10 @@ class Counting(Mlp):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_buffer_that_a_forward_assigns_counts_forwards(policy: str) -> None:
+@pytest.mark.parametrize("counting", [Counting, lambda: nn.BatchNorm1d(WIDTH)], ids=["assigned", "written"])
+def test_a_buffer_that_a_forward_changes_counts_forwards_however_late_the_rerun(
+    counting: Callable[[], nn.Module], policy: str
+) -> None:
     def use(model: nn.Module) -> list[Tensor]:
         losses = [model(rows(seed)).square().mean() for seed in range(2)]
         found = []
@@ -487,7 +490,7 @@ def test_a_buffer_that_a_forward_assigns_counts_forwards(policy: str) -> None:
             found += torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
         return [*found, *(b.clone() for b in model.buffers())]
 
-    both(lambda: net(Counting(), Mlp(), nn.Sequential(Counting(), Mlp())), policy, use)
+    both(lambda: net(counting(), Mlp(), nn.Sequential(counting(), Mlp())), policy, use)
 
 
 @pytest.mark.parametrize("policy", ["recompute", {"model.layers.*": "recompute"}], ids=str)

@@ -138,7 +138,7 @@ class ParamLifecycle:
     def begin_step(self) -> None:
         """Before the first forward."""
 
-    def enter(self, place: Any, mlp: bool, backward: bool, last: bool) -> None:
+    def enter(self, place: Any, mlp: bool, backward: bool) -> None:
         """A sublayer, embedding or head begins."""
 
     def leave(self, place: Any, mlp: bool, backward: bool, last: bool) -> None:
@@ -376,9 +376,8 @@ class FsdpLifecycle(_Sharded):
         layers = [n for n, group in enumerate(groups) if group.place >= 0]
         self._order = sorted(layers, key=lambda n: (groups[n].place, not groups[n].experts))
 
-    def enter(self, place: Any, mlp: bool, backward: bool, last: bool) -> None:
-        wanted = self._wanted(place, mlp, backward)
-        for n in wanted:
+    def enter(self, place: Any, mlp: bool, backward: bool) -> None:
+        for n in self._wanted(place, mlp):
             if n in self._whole:
                 continue
             arriving = self._prefetched.pop(n) if n in self._prefetched else self._gather(n, GATHER)
@@ -459,7 +458,7 @@ class FsdpLifecycle(_Sharded):
         self._all_reduced.append(reduced)
         return self._allocator.malloc(size, ALL_REDUCE, GRADIENTS)
 
-    def _wanted(self, place: Any, mlp: bool, backward: bool) -> list[int]:
+    def _wanted(self, place: Any, mlp: bool) -> list[int]:
         if place in ("embedding", "head"):
             return self._ends
         numbers = self._layers[place]
@@ -527,7 +526,7 @@ class UnshardedLifecycle(_Sharded):
                 self._allocator.malloc(s.summed * whole, self._stream, GRADIENTS) for whole in self._embedding()
             ]
 
-    def enter(self, place: Any, mlp: bool, backward: bool, last: bool) -> None:
+    def enter(self, place: Any, mlp: bool, backward: bool) -> None:
         """Gather the experts, if they are resharded. Under expert parallelism `compute_experts` does, because other microbatches
         compute inside a sublayer."""
         if mlp and self._s.ep == 1:

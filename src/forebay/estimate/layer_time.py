@@ -30,7 +30,7 @@ _RATES: Mapping[str, str] = MappingProxyType(
 
 _UNVECTORIZED = 0.37
 """Share of a copy's bandwidth that an unvectorized kernel reaches: 1.5 of 4.0 TB/s, measured on an H200 with torch's loop from
-fp32 into bf16 (`forebay.kernels.scale`)."""
+fp32 into bf16 (`forebay.kernels.cross_entropy.scale`)."""
 _UNALIGNED = 0.03
 """Share of a GEMM's rate with unaligned rows, some 20 TFLOP/s on an H200. Calibrated on GPT-OSS, whose eager attention has 4097
 scores a row; see docs/estimator.md."""

@@ -1,17 +1,20 @@
-"""Which layers each pipeline rank of a run has, and what they cost it.
+"""Which layers each pipeline rank of a run has, what they cost it, and what expert groups over several nodes cost.
 
-Input: a valid `Config`. Output: the `LayerPlan` that ``forebay plan`` prints, and whose partition ``forebay train`` takes. What
-layers cost is the trace of a microbatch; no device, weights or other processes are needed.
+Input: a valid `Config`. Output: the `LayerPlan` that ``forebay plan`` prints, and whose partition ``forebay train`` takes; and
+the sentence of `slow_link` for the person who starts the run. What layers cost is the trace of a microbatch; no device, weights
+or other processes are needed.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from forebay.config import Config, FastPath, check_experts, check_world
-from forebay.estimate.device import DEFAULT
+from forebay.errors import UsageError
+from forebay.estimate.device import DEFAULT, DeviceProfile
 from forebay.estimate.device import load as load_device
 from forebay.estimate.layer_time import Clock, KernelTime, LayerTimer
 from forebay.estimate.routing import EvenRouting
@@ -260,3 +263,52 @@ def sharing_of(config: Config, world: int) -> Sharing:
         fused=config.optimizer.fused,
         random=not (m.path and m.weights == "load"),
     )
+
+
+# --- expert groups over several nodes ------------------------------------------------------------------------------------
+
+_TRANSFERS = 4  # dispatch, combine and their backwards
+
+
+def slow_link(config: Config, world: int, per_node: int, device: DeviceProfile) -> str:
+    """Says that expert groups are over several nodes, and what that costs; "" if none is, and for a model without experts.
+
+    Expert groups are consecutive processes, and nodes have `per_node` consecutive ones each. Nothing is traced: the count is that
+    of `forebay.moe.hierarchical` and, where nodes divide a group unevenly or `parallel.dispatch` asks for it, of
+    `NcclDispatcher`, with even routing.
+    """
+    ep = config.parallel.ep
+    if per_node >= world or per_node % ep == 0:
+        return ""
+    try:
+        declared = hf_io.declared_by(config)
+        if not experts_in(declared):
+            return ""  # the run itself says why it cannot start
+        count, transfer = _bytes_per_step(config, declared, world, per_node)
+        rate = device.link("all_to_all", False, transfer)
+        cost = (
+            f"each process sends {count / 1e9:.2f} GB a step over the network, about {count / rate:.3f} s at "
+            f"{rate / 1e9:.1f} GB/s ({device.name}'s profile) where no computation hides it"
+        )
+    except UsageError:  # of a model that is not on this machine, or that plans do not know
+        cost = "every layer's tokens cross the network, many times slower than links inside a node"
+    return (
+        f"parallel.ep = {ep} puts groups that share experts over several nodes of {per_node}: {cost}; "
+        f"parallel.ep = {math.gcd(ep, per_node)} stays inside"
+    )
+
+
+def _bytes_per_step(config: Config, declared: Any, world: int, per_node: int) -> tuple[float, float]:
+    """Bytes that a process sends to other nodes in a step, and in each transfer of a microbatch.
+
+    Raises:
+        UsageError: a model that cannot be read.
+    """
+    c, ep, sharing = config, config.parallel.ep, world // config.parallel.pp
+    layers = TraceCache().facts(c.model, declared).weights.layers
+    moe_layers = sum(any(weight.experts for weight in layer) for layer in layers) / c.parallel.pp
+    text, size = declared.get_text_config(), 2 if "bfloat16" in (c.model.compute or c.model.dtype) else 4
+    rows = EvenRouting.of(declared).between_nodes(ep, per_node, c.parallel.dispatch)
+    row = text.hidden_size * size
+    tokens = c.train.batch * c.train.sequence / sharing
+    return _TRANSFERS * moe_layers * tokens * rows * row, c.microbatch(sharing) * c.train.sequence * rows * row

@@ -1,7 +1,7 @@
 """What the run's manager does in a walk: it records its first step, plans what is offloaded, and carries that out.
 
 Input: a `Link`, and the parts of a step as their forwards and backwards begin. Output: allocations and frees of offloaded
-storages, and the `Plan`, which `forebay.memory.offload_plan` makes of the recorded `Timeline` as it does in a run; only the
+storages, and the `Plan`, which `forebay.memory.solver` makes of the recorded `Timeline` as it does in a run; only the
 seconds are a device profile's. An `OffloadManager` lasts as long as a walk.
 """
 
@@ -14,7 +14,7 @@ from typing import Any
 from forebay.estimate.allocator import ACTIVATIONS, OPTIMIZER, Block, CachingAllocator
 from forebay.estimate.parts import Part
 from forebay.estimate.types import PartEvents
-from forebay.memory.offload_plan import fit_link, is_interleaved, offload_all, plan_interleaved
+from forebay.memory.solver import fit_link, is_interleaved, offload_all, plan_interleaved
 from forebay.memory.timeline import CallFigures, Key, Plan, Timeline, TimelineEvent
 
 ENDS = ("embedding", "head")

@@ -117,7 +117,7 @@ class Tally:
         if base == "embedding":  # reads the rows that are looked up, not the whole weight
             self._separate(args, kwargs, [OpCost("pointwise", 0, 2 * sum(map(_bytes, results)))])
         elif not self._fused or base in _NOT_FUSED:
-            # An `out=` stands in for a kernel of Forebay's own, such as `forebay.kernels.scale`.
+            # An `out=` stands in for a kernel of Forebay's own, such as `forebay.kernels.cross_entropy.scale`.
             slow = not self._fused and "out" not in kwargs and _is_unvectorized(base, args, sources, results)
             kind = "unvectorized" if slow else "pointwise"
             self._separate(args, kwargs, [OpCost(kind, 0, sum(map(_bytes, (*sources, *results))))])

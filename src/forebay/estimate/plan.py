@@ -306,7 +306,7 @@ def fit_run(
     path = fast_path_of(config, world, traces)
     config = path.config
     estimator, notes = _estimator(
-        config, plan, world, budget, skew, device, auto, traces, sharing or sharing_of(config, world)
+        config, plan, budget, skew, device, auto, traces, sharing or sharing_of(config, world)
     )
     estimates = _estimates(estimator, plan, stop_above, processes)
     ranks = [estimates[number] for number in sorted(estimates)]
@@ -368,14 +368,13 @@ def least_total(
     """Bytes below which the peak of a run's fullest process is not, and its pipeline rank: parameters, what a step makes of them,
     and what sublayers that are kept save. Arguments are those of `fit_run`."""
     config = fast_path_of(config, world, traces).config
-    estimator, _ = _estimator(config, plan, world, None, skew, None, auto, traces, sharing_of(config, world))
+    estimator, _ = _estimator(config, plan, None, skew, None, auto, traces, sharing_of(config, world))
     return max((estimator.least(number), number) for number in range(config.parallel.pp))
 
 
 def _estimator(
     config: Config,
     plan: LayerPlan,
-    world: int,
     budget: int | None,
     skew: float,
     device: DeviceProfile | None,

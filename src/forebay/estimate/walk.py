@@ -17,7 +17,6 @@ from forebay.estimate.allocator import (
     ACTIVATIONS,
     GRADIENTS,
     OPTIMIZER,
-    PARAMETERS,
     ROLES,
     TRANSIENT,
     Block,
@@ -129,7 +128,6 @@ class Walked:
         reserved: peak bytes of segments.
         peak: the highest level of all steps.
         levels: of the last step, in order; `peak` comes first if it is higher than all of them.
-        parameters, optimizer: bytes of the rank's parameters and of their moments.
         before: bytes in use before a forward, as a manager measures them in its second step, with all moments.
         plan: what the manager offloads, and when.
     """
@@ -137,8 +135,6 @@ class Walked:
     reserved: int
     peak: StepLevel
     levels: tuple[StepLevel, ...]
-    parameters: int
-    optimizer: int
     before: int
     plan: Plan | None = None
 
@@ -192,13 +188,11 @@ class AllocatorRun:
             self.params.gather()
             self.allocator.end_graph()
             self.note("", "gathering of parameters")
-        held, levels = self.allocator.by_role, self._levels
+        levels = self._levels
         if all(level.allocated < self.peak.allocated for level in levels):
             levels = [self.peak, *levels]
-        return Walked(
-            self.allocator.peak_reserved, self.peak, tuple(levels), held[PARAMETERS], held[OPTIMIZER],
-            self.manager.before + held[OPTIMIZER], self.manager.plan,
-        )  # fmt: skip
+        before = self.manager.before + self.allocator.by_role[OPTIMIZER]
+        return Walked(self.allocator.peak_reserved, self.peak, tuple(levels), before, self.manager.plan)
 
     def note(self, action: str, where: str, live: Mapping[str, int] = NOTHING) -> None:
         """Record the highest level since the last call."""
@@ -416,7 +410,7 @@ class _StepRun:
         if part.path != "embedding":
             self._walk.workspace(0)  # rotary tables, which come before the layers, are matrix products
         self._running["forward"] = part.path
-        self._params.enter(part.place, part.mlp, False, microbatch == self._last)
+        self._params.enter(part.place, part.mlp, False)
         run = PartRun(part, {}, x, shared=shared)
         self._manager.begin_forward(run)
         return run
@@ -461,7 +455,7 @@ class _StepRun:
                 self._sum_token_grads(run, dy)
                 self._end_part("backward")
                 break
-            self._params.enter(part.place, part.mlp, True, microbatch == self._last)
+            self._params.enter(part.place, part.mlp, True)
             if part.with_previous:
                 run.x = yield from self._recompute(runs[-1])
             deferred = (
@@ -521,7 +515,7 @@ class _StepRun:
         blocks: dict[int, Block] = {}
         self._running["forward"] = head.path
         self._manager.record("F", PartRun(head, blocks, None))
-        self._params.enter("head", False, True, False)
+        self._params.enter("head", False, True)
         # The engine adds the head's weight gradient to a sum of its own.
         elsewhere = events.head_sum if self._run.summed else frozenset()
 

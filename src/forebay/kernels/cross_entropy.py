@@ -1,7 +1,8 @@
-"""Cross entropy over a block of logits, with the gradient written over the logits.
+"""Cross entropy over a block of logits, with the gradient written over the logits; and what backward scales gradients with.
 
-Input: logits [C, V] and targets [C]. Output: the loss of each row [C], and optionally its entropy, whether the target is the
-first of its largest logits, and the logits overwritten by `softmax(logits) - onehot(target)`. The caller owns the logits. The
+Input of `cross_entropy_`: logits [C, V] and targets [C]. Output: the loss of each row [C], and optionally its entropy, whether
+the target is the first of its largest logits, and the logits overwritten by `softmax(logits) - onehot(target)`. `scale`
+multiplies a tensor by a number on the device, into another dtype, with one rounding. The caller owns all tensors. The
 gradient-in-forward method and the in-place overwrite are those of Liger-Kernel's `fused_linear_cross_entropy` (BSD-2-Clause);
 this code is written anew.
 """
@@ -13,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from forebay.kernels.launch import Backend, check_written, next_power_of_2, on_device_of, packed, use_triton
+from forebay.kernels.launch import Backend, cdiv, check_written, next_power_of_2, on_device_of, packed, use_triton
 
 # Columns that the program of a row reads at a time. Not below 1024 on 4 warps: with less than a 16-byte vector a thread, Triton
 # gives one element to several threads, and in the second pass one would read what another has already overwritten.
@@ -21,6 +22,7 @@ _MIN_BLOCK = 1024
 # On an H200 8192 columns on 8 warps took 0.175 ms for [4096, 32768] in bf16 (3.1 TB/s, the row's second read comes from the
 # cache) and 0.478 ms for [2048, 151936]; next 8192 on 16 warps (0.182, 0.489); the worst of 19 shapes, 16384 on 32, 0.249, 0.579.
 _MAX_BLOCK = 8192
+_SCALE_BLOCK = 4096
 
 
 @triton.jit
@@ -165,3 +167,48 @@ def cross_entropy_(
             V=n_cols, WRITE_GRAD=write_grad, STATS=stats is not None, BLOCK=block, num_warps=8 if block == _MAX_BLOCK else 4,
         )  # fmt: skip
     return loss
+
+
+@triton.jit
+def _scale_kernel(x_ptr, factor_ptr, out_ptr, n, BLOCK: tl.constexpr):
+    """Elements [program_id(0) * BLOCK, + BLOCK) of n."""
+    # A weight's gradient may hold more than 2**31 elements: 64-bit offsets.
+    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    factor = tl.load(factor_ptr)
+    x = tl.load(x_ptr + at, mask=at < n)
+    tl.store(out_ptr + at, (x * factor).to(out_ptr.dtype.element_ty), mask=at < n)
+
+
+def scale(x: Tensor, factor: Tensor, dtype: torch.dtype, *, backend: Backend = "auto") -> Tensor:
+    """`(x * factor).to(dtype)` as a new tensor, the product in x's dtype, without a host synchronization.
+
+    From fp32 to bf16, `torch.mul(x, factor, out=...)` moved 1.5 TB/s on an H200 (0.27 ms for [32768, 2048]; this kernel 0.10),
+    `x.mul(factor)` with a conversion holds one more fp32 copy, and `x.to(dtype) * factor` rounds twice.
+
+    Args:
+        x: contiguous, floating point, any shape.
+        factor: one element, x's dtype and device.
+
+    Raises:
+        ValueError: x not contiguous; factor of another size or device.
+        TypeError: x not floating point; factor of another dtype.
+    """
+    if not x.is_floating_point():
+        raise TypeError(f"x must be floating point, got {x.dtype}")
+    if not x.is_contiguous():
+        raise ValueError(f"x must be contiguous, got strides {x.stride()} for {tuple(x.shape)}")
+    if factor.numel() != 1 or factor.device != x.device:
+        raise ValueError(f"factor must be one element on {x.device}, got {tuple(factor.shape)} on {factor.device}")
+    if factor.dtype != x.dtype:
+        raise TypeError(f"factor is {factor.dtype}, x is {x.dtype}")
+    if torch.compiler.is_compiling():  # Inductor fuses this into one pass
+        return (x * factor.reshape(())).to(dtype)
+    if not use_triton(backend, x):
+        # Like the kernel, no intermediate product in x's dtype: a memory trace counts it.
+        return torch.mul(x, factor.reshape(()), out=torch.empty_like(x, dtype=dtype))
+    out = torch.empty_like(x, dtype=dtype)
+    if x.numel():
+        with on_device_of(x):
+            grid = (cdiv(x.numel(), _SCALE_BLOCK),)
+            _scale_kernel[grid](x, factor, out, x.numel(), BLOCK=_SCALE_BLOCK, num_warps=8)
+    return out

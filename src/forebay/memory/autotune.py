@@ -13,15 +13,16 @@ from typing import Any
 import torch
 
 from forebay.memory.host_store import HostStore
-from forebay.memory.offload_plan import (
+from forebay.memory.recorder import Peaks, Recorder, TimelineRecorder, TimingRecorder, TrialRecorder
+from forebay.memory.solver import (
+    Allowed,
+    Solver,
     fit_link,
     is_interleaved,
     offload_all,
     plan_interleaved,
     under_budget,
 )
-from forebay.memory.recorder import Peaks, Recorder, TimelineRecorder, TimingRecorder, TrialRecorder
-from forebay.memory.solver import Allowed, Solver
 from forebay.memory.timeline import Assignment, CallFigures, EventName, Key, Plan, Rates, Timeline, simulate
 from forebay.policy import RECOMPUTE_AND_OFFLOAD, BudgetError, PolicyError, format_bytes
 

@@ -4,8 +4,8 @@ Input: a forward and the modules whose weights and buffers it reads. Output of `
 which saves its arguments for backward instead of what autograd saves in the forward. The graph owns each call.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -17,7 +17,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from forebay.memory.module_state import as_in_forward, merged_adapters, state_of
+from forebay.memory.overrides import installed_on
 
 # Mode -> operations whose results are kept. A recomputation would repeat them on all ranks.
 _KEPT_OPS: Mapping[str, frozenset[str]] = {"full": frozenset(), "save-dispatch": frozenset({"forebay::dispatch"})}
@@ -103,8 +103,8 @@ class _RecomputedCall:
 
     A rerun raises if weights were written to or replaced since the forward, or keyword arguments (torch checks positional ones)
     or buffers written to that the forward only reads (a router's bias). Buffers (running statistics) and keyword arguments that
-    the forward writes are copies in the rerun. Modules are as they were in the forward (`forebay.memory.module_state`), and so
-    are the enabled kernels of attention.
+    the forward writes are copies in the rerun. Modules are as they were in the forward (`_state_of`), and so are the enabled
+    kernels of attention.
     """
 
     def __init__(self, region: _RegionForward, arguments: Mapping[str, Any]):
@@ -116,7 +116,7 @@ class _RecomputedCall:
         self._modules = [m for module in called for m in module.modules()]
         modules = self._modules
         self._classes = [type(m) for m in modules]
-        self._state, self._merged = state_of(modules, region.holder), merged_adapters(modules)
+        self._state, self._merged = _state_of(modules, region.holder), _merged_adapters(modules)
         self._weights = {(i, n): w for i, m in enumerate(modules) for n, w in m._parameters.items() if w is not None}
         self._kinds = [(w.dtype, w.device) for w in self._weights.values()]
         self._buffers = {(i, n): b for i, m in enumerate(modules) for n, b in m._buffers.items() if b is not None}
@@ -143,8 +143,8 @@ class _RecomputedCall:
         try:
             with (
                 nullcontext() if _cur_sdpa_kernel_backends() == self._attention else sdpa_kernel(self._attention),
-                as_in_forward(self._state),
-                as_in_forward(list(self._buffers_before())),
+                _as_in_forward(self._state),
+                _as_in_forward(list(self._buffers_before())),
             ):
                 return self._region.forward(*args, **kwargs)
         finally:
@@ -179,7 +179,7 @@ class _RecomputedCall:
         return {key: t._version for tensors in (self._weights, self._buffers) for key, t in tensors.items()}
 
     def _check(self) -> None:
-        if merged_adapters(self._modules) != self._merged:
+        if _merged_adapters(self._modules) != self._merged:
             raise RuntimeError(
                 f"adapters were merged into weights that a recomputed {self._name} reads, or taken out of them, since its "
                 "forward: merge and unmerge adapters after backward"
@@ -227,3 +227,82 @@ class _RecomputedCall:
             f"one of the variables needed for gradient computation has been modified by an inplace operation: {name} ({owner}), "
             f"which a recomputed {self._name} reads, is at version {version}; expected version {then} instead. {advice}"
         )
+
+
+# --- what a forward computes with, besides weights and inputs --------------------------------------------------------------
+
+_ADAPTERS = ("_active_adapter", "_disable_adapters")  # of PEFT's layers
+_PLAIN = ("_buffers", "_forward_pre_hooks", "_forward_hooks")
+_HOOKED = (*_PLAIN, "_forward_pre_hooks_with_kwargs", "_forward_hooks_with_kwargs", "_forward_hooks_always_called")
+
+_State = list[tuple[Any, str, Any]]
+"""(owner, attribute, value). The owner is an object, or the `vars` of a module; None for an attribute that these do not have."""
+
+
+def _state_of(modules: Iterable[nn.Module], holder: nn.Module | None = None) -> _State:
+    """Their children, buffers, hooks, modes, replaced forwards and frozen weights, and Forebay's own callables, as they are now.
+
+    Args:
+        modules: each is listed itself.
+        holder: the module that has some of `modules` as children; these children are part of the state.
+    """
+    found = [] if holder is None else _children(holder)
+    for module in modules:
+        attributes = vars(module)
+        found += _children(module)
+        if isinstance(module._buffers, dict):
+            hooked = module._forward_hooks or module._forward_pre_hooks
+            found += [(attributes, name, attributes[name].copy()) for name in (_HOOKED if hooked else _PLAIN)]
+        found.append((module, "training", module.training))
+        if "_active_adapter" in attributes or hasattr(type(module), "_active_adapter"):
+            found += [(module, name, getattr(module, name)) for name in _ADAPTERS]
+        if isinstance(scaling := attributes.get("scaling"), dict):  # of PEFT's adapters by name
+            found.append((attributes, "scaling", scaling.copy()))
+        found += installed_on(module)
+        found += [(w, "requires_grad", w.requires_grad) for w in module._parameters.values() if w is not None]
+    return found
+
+
+def _children(module: nn.Module) -> _State:
+    children = module._modules  # no dict in a scripted module
+    return [(vars(module), "_modules", children.copy())] if isinstance(children, dict) else []
+
+
+def _merged_adapters(modules: Iterable[nn.Module]) -> list[list[str]]:
+    """Names of the adapters that PEFT has merged into the weights of each module that can have some. It writes to ``.data``, so
+    the weights' versions do not tell."""
+    return [list(merged) for m in modules if (merged := vars(m).get("merged_adapters")) is not None]
+
+
+@contextmanager
+def _as_in_forward(state: _State) -> Iterator[None]:
+    """Context in which `state` holds."""
+    changed = []
+    for owner, name, then in state:
+        now = owner.get(name) if type(owner) is dict else getattr(owner, name)
+        if now is not then and (now or then) and not _same(now, then):  # most are empty
+            changed.append((owner, name, then, now))
+    for owner, name, then, _ in changed:
+        # A copy: the rerun may write to it, as the forward may have, and a retained graph runs again.
+        _put(owner, name, then.copy() if isinstance(then, dict) else then)
+    try:
+        yield
+    finally:
+        for owner, name, _, now in reversed(changed):
+            _put(owner, name, now)
+
+
+def _same(now: Any, then: Any) -> bool:
+    if not isinstance(then, dict):
+        return bool(now == then)
+    # Not `==`, which compares the elements of buffers.
+    return len(now) == len(then) and all(now.get(key) is value for key, value in then.items())
+
+
+def _put(owner: Any, name: str, value: Any) -> None:
+    if type(owner) is not dict:
+        setattr(owner, name, value)
+    elif value is None:
+        owner.pop(name, None)
+    else:
+        owner[name] = value

@@ -156,6 +156,14 @@ class Assignment:
     offload: Mapping[int, frozenset[int]] = field(default_factory=dict)
     recompute: frozenset[str] = frozenset()
 
+    @classmethod
+    def of(cls, items: Iterable[tuple[int, int]], recompute: frozenset[str] = frozenset()) -> Assignment:
+        """`items`: (call, index of an item) to offload."""
+        offload: dict[int, set[int]] = {}
+        for call, item in items:
+            offload.setdefault(call, set()).add(item)
+        return cls({call: frozenset(chosen) for call, chosen in offload.items()}, recompute)
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -466,10 +474,7 @@ class InterleavedSchedule(CopySchedule):
     """
 
     def __init__(self, step: PipelineTimeline, items: Iterable[tuple[int, int]], level: float = inf):
-        chosen: dict[int, set[int]] = {}
-        for call, item in items:
-            chosen.setdefault(call, set()).add(item)
-        super().__init__(step, Assignment({c: frozenset(i) for c, i in chosen.items()}), _INTERLEAVED_COPY_SLACK)
+        super().__init__(step, Assignment.of(items), _INTERLEAVED_COPY_SLACK)
         self.pipeline, self.needed, self.level = step, step.needed, level
         count = len(self.bytes)
         self._simulate()

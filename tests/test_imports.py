@@ -261,3 +261,26 @@ def test_class_names_are_unique() -> None:
             if isinstance(node, ast.ClassDef):
                 homes.setdefault(node.name, []).append(module)
     assert {name: found for name, found in homes.items() if len(found) > 1} == {}
+
+
+def test_benchmarks_import_names_that_are_there() -> None:
+    """Most benchmarks need a GPU, so that no other test imports them."""
+    bound = {module: set(names_in(ast.parse(path.read_text("utf-8")))) for module, path in modules().items()}
+    missing = []
+    for path in sorted((ROOT.parent / "benchmarks").glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("forebay."):
+                names = bound.get(str(node.module).removeprefix("forebay."), set())
+                missing += [f"{path.name}: {node.module}.{name.name}" for name in node.names if name.name not in names]
+    assert missing == []
+
+
+def names_in(tree: ast.Module) -> Iterator[str]:
+    """What the module's own statements bind."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield from (name.asname or name.name for name in node.names)
+        elif isinstance(node, ast.ClassDef | ast.FunctionDef):
+            yield node.name
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id

@@ -69,7 +69,11 @@ TABLE: list[tuple[dict[str, dict[str, Any]], Facts, tuple[bool, bool, bool, floa
     ({"train": {"microbatch": 16}}, TWO, HOST, "one microbatch"),
     # One process.
     ({"parallel": {"ep": 1}}, ONE, (True, False, False, 0.0), "a step, weights gathered once a step; turned off"),
-    ({"parallel": {"ep": 1}, "model": {"compute": ""}}, ONE, (True, False, False, 0.0), "CUDA graph a step; turned off by"),
+    ({"parallel": {"ep": 1}, "model": {"dtype": "bfloat16"}}, ONE, (True, False, False, 0.0), "CUDA graph a step; turned off"),
+    ({"parallel": {"ep": 1}, "model": {"compute": ""}}, ONE, HOST, "host-launched: grouped products in float32"),
+    ({"parallel": {"ep": 1}}, dataclasses.replace(ONE, container="model.layers.0"), HOST, "places 'model.layers.0', and a"),
+    ({"parallel": {"ep": 1}}, dataclasses.replace(ONE, container=""), HOST, "places 'the whole model'"),
+    ({}, dataclasses.replace(TWO, container="model"), HOST, "places 'model', and a graph's step"),
     ({"parallel": {"ep": 1}, "memory": {"policy": "recompute"}}, ONE, (True, False, False, 0.0), "fast path: one CUDA graph"),
     ({"parallel": {"ep": 1}, "memory": {"policy": "offload"}}, ONE, (True, False, False, 0.0), "fast path: one CUDA graph"),
     ({"parallel": {"ep": 1, "overlap": True}}, ONE, (True, True, False, 0.0), "fast path: one CUDA graph a step"),

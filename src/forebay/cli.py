@@ -298,8 +298,8 @@ def _what_fits(config: "Config", source: str, budget: int) -> str:
     world, size = World.of_environment().size, format_bytes(budget)
     more = f"forebay plan {source} --gpus {world} --budget {budget} --auto shows more"
     try:
-        if fast_path_of(config, world).is_fast:
-            more = f"steps with memory.graph=false and parallel.reshard=true hold less; {more}"
+        if turned_off_by := fast_path_of(config, world).turned_off_by:
+            more = f"steps with {' and '.join(turned_off_by)} hold less; {more}"
         fit = fit_run(config, plan_layers(config, world), world, budget, auto=budget)
         if fit.fits and not any(choice.placements for choice in fit.choices):
             return (

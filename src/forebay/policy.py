@@ -137,6 +137,11 @@ def outermost(paths: Iterable[str]) -> list[str]:
     return [p for p in chosen if not any(parent in members for parent in _parents(p))]
 
 
+def is_inside(path: str, others: Iterable[str]) -> bool:
+    """Whether `path` lies inside one of the paths `others`; the root "" contains all."""
+    return any(path.startswith(f"{other}.") or not other for other in others)
+
+
 def _parents(path: str) -> list[str]:
     """All proper ancestors: ``a.b.c`` gives ``["", "a", "a.b"]``; the root has none."""
     if not path:

@@ -67,10 +67,15 @@ def test_cut_is_whole_with_experts_on_two_ranks() -> None:
 
 @pytest.mark.parametrize(
     ("policy", "loss", "message"),
-    [("keep", None, "fused loss"), ({"model.layers.1": "recompute"}, "fused", r"name .*layers\.1\.self_attn and")],
+    [
+        ("keep", None, "fused loss"),
+        ({"model.layers.1": "recompute"}, "fused", r"name .*layers\.1\.self_attn and"),
+        ({"model": "offload"}, "fused", "places 'model' as 'offload'"),
+        ({"": "recompute"}, "fused", "places 'the whole model' as 'recompute'"),
+    ],
 )
 def test_refusals(policy: Any, loss: str | None, message: str) -> None:
-    """A loss that is not fused, and a placement of a whole layer."""
+    """A loss that is not fused, and a placement of what contains sublayers."""
     model = build_tiny("qwen3_moe")
     with manage(model, policy, loss=loss) as memory, pytest.raises(ValueError, match=message):
         CutModel(model, memory)

@@ -3,6 +3,7 @@
 `test_cuda_graph_gpu` and `test_engines_gpu` compare the bits of real graphs.
 """
 
+import time
 from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest.mock import MagicMock
@@ -21,6 +22,7 @@ class Pretence:
         recording: the graph that is captured now.
         graphs: number of graphs so far.
         ends: whether a launched replay has ended.
+        milliseconds: time of each called step.
         room: pool that memory is allocated from.
     """
 
@@ -28,14 +30,18 @@ class Pretence:
         self.recording: Any = None
         self.graphs = 0
         self.ends = True
+        self.milliseconds = 0.0
         self.room: Any = None
         for name in ("Stream", "stream", "current_stream", "synchronize", "empty_cache", "reset_peak_memory_stats"):
             monkeypatch.setattr(torch.cuda, name, MagicMock())
         for name in ("memory_allocated", "max_memory_allocated"):
             monkeypatch.setattr(torch.cuda, name, lambda _: 0)
-        monkeypatch.setattr(torch.cuda, "Event", lambda: MagicMock(query=lambda: self.ends))
+        monkeypatch.setattr(torch.cuda, "Event", self.event)
         for name in ("CUDAGraph", "graph", "use_mem_pool"):
             monkeypatch.setattr(torch.cuda, name, getattr(self, name))
+
+    def event(self, enable_timing: bool = False) -> Any:
+        return MagicMock(query=lambda: self.ends, elapsed_time=lambda _: self.milliseconds)
 
     def CUDAGraph(self) -> Any:
         self.graphs += 1
@@ -140,6 +146,19 @@ def test_a_first_replay_that_does_not_end_is_ended_and_its_step_called(pretence:
     assert engine.step.eager_reason is not None and "did not end" in engine.step.eager_reason
     engine.run(3, 5)
     assert len(engine.calls) == 6 and not engine.step.is_captured
+
+
+def test_a_replay_of_a_long_step_is_waited_for(pretence: Pretence, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends after 3 s, where replays of short steps have 1 s."""
+    engine = Engine(pretence, ends=1)
+    for _ in range(3):
+        engine.run(3, 5)
+    pretence.ends, pretence.milliseconds = False, 1e3
+    clock = iter(range(100))
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(time, "sleep", lambda _: setattr(pretence, "ends", next(clock) >= 3))
+    engine.run(3, 5)
+    assert engine.step.is_captured and engine.step.eager_reason is None
 
 
 def test_results_of_one_step_stay_when_the_next_one_runs(pretence: Pretence) -> None:

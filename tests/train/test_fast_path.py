@@ -48,6 +48,10 @@ MORE: list[dict[str, Any]] = [
     {},
     {"memory": {"graph": False}},
     {"memory": {"policy": "offload"}},
+    {"memory": {"policy": {"model.layers.*": "recompute"}}},
+    {"memory": {"policy": {"model": "offload"}}},
+    {"memory": {"policy": {"*.self_attn": "recompute", "*.experts": "keep"}}},
+    {"memory": {"policy": {"no such module": "recompute"}}},
     {"model": {"config": {**MODEL, "hidden_size": 20}}},  # 40 bytes a row, which symmetric memory does not take
     {"model": {"config": {**MODEL, "attention_dropout": 0.1}}},  # test_cuda_graph_gpu and test_engines_gpu capture it
 ]
@@ -78,7 +82,12 @@ def test_plans_and_runs_choose_the_same(
         assert found == planned or not reaches
     else:
         assert not found.is_fast and "read each other's memory" in found.line
-    if parallel == {"ep": 2} and reaches:
+    if "pp" not in parallel and ("model" in asked.memory.policy or "model.layers.*" in asked.memory.policy):
+        assert "memory.policy places" in planned.line or asked.parallel.ep > 1
+        assert not planned.is_fast
+    if parallel == {} and "self_attn" in str(more):
+        assert planned.is_fast
+    if parallel == {"ep": 2} and reaches and not isinstance(asked.memory.policy, dict):
         assert planned.is_fast == ("20" not in str(more) and "offload" not in str(more))
         assert "multiple of 16 bytes" in planned.line or "20" not in str(more)
 

@@ -33,6 +33,7 @@ _FAMILIES = ("qwen3_moe", "glm4_moe", "deepseek_v2")
 _PIPELINED_FAMILIES = ("qwen3_moe", "deepseek_v2")
 _PROCESSES = (2, 4)  # that shared a model in those runs
 _BESIDE = "memory.graph = true tries it"
+_FASTEST = "the fastest that ran on such GPUs"
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,8 @@ class Facts:
             pipeline alone, whether all processes are on one node.
         takes_rows: whether these kernels take rows of the model's width.
         gathered: bytes of the weights that one process gathers for a step; 0 where it computes with the weights themselves.
+        container: path of a module that `memory.policy` places and that contains sublayers; None if there is none. A graph runs
+            the sublayers, and never such a module.
     """
 
     gpu: bool
@@ -55,6 +58,7 @@ class Facts:
     reaches: bool
     takes_rows: bool = True
     gathered: int = 0
+    container: str | None = None
 
 
 @dataclass(frozen=True)
@@ -82,16 +86,23 @@ class FastPath:
         if not self.is_fast:
             return f"host-launched: {by_host}" if by_host else ""
         path = ", ".join(what for _, _, what in self._taken) + (f"; launched by the host: {by_host}" if by_host else "")
-        return f"fast path: {path}; turned off by {', '.join(f'{key}={off}' for key, off, _ in self._taken)}"
+        return f"fast path: {path}" + (f"; turned off by {', '.join(self.turned_off_by)}" if self.turned_off_by else "")
+
+    @property
+    def turned_off_by(self) -> list[str]:
+        """The keys and values that turn it off; none where it is what `memory.graph = true` needs."""
+        needed = self.config.memory.graph and GRAPH not in self.reasons
+        return [] if needed else [f"{key}={off}" for key, off, _ in self._taken]
 
     @property
     def _taken(self) -> list[tuple[str, str, str]]:
         """The keys that "auto" turned on, what turns each off, and what it is."""
         c = self.config
+        gathers = c.parallel.ep * c.parallel.pp > 1 or c.model.is_mixed
         parts = [
             (GRAPH, "false", "one CUDA graph a step", c.memory.graph),
             ("parallel.overlap", "false", "overlap", c.parallel.overlap),
-            ("parallel.reshard", "true", "weights gathered once a step", _gathers(c) and not c.parallel.reshard),
+            ("parallel.reshard", "true", "weights gathered once a step", gathers and not c.parallel.reshard),
             (_ROOM, "0", f"room for {c.parallel.capacity_factor} times even routing", c.parallel.capacity_factor),
         ]
         return [(key, off, what) for key, off, what, is_on in parts if is_on and key in self.reasons]
@@ -126,15 +137,9 @@ def resolve(c: Config, facts: Facts) -> FastPath:
     obstacle = next(_local_obstacles(c, facts) if is_local else _obstacles(c, facts), "")
     if obstacle:
         return _explained(c, implied(c), obstacle, obstacle)
-    return _fast_local(c) if is_local else _fast(c)
-
-
-def _fast_local(c: Config) -> FastPath:
-    """One microbatch after the other in a graph, on one process, for a configuration without obstacles."""
-    p = c.parallel
-    overlap, capacity = _given(p.overlap, False), _given(p.capacity_factor, 0.0)
-    found = _with(c, graph=True, overlap=overlap, reshard=_given(p.reshard, False), capacity=capacity)
-    return _explained(c, found, "the fastest that ran on such GPUs")
+    if is_local:
+        return _explained(c, implied(replace(c, memory=replace(c.memory, graph=True))), _FASTEST)
+    return _fast(c)
 
 
 def _local_obstacles(c: Config, facts: Facts) -> Iterator[str]:
@@ -146,10 +151,12 @@ def _local_obstacles(c: Config, facts: Facts) -> Iterator[str]:
     if facts.gathered > MOST_GATHERED:
         size = f"{facts.gathered / 2**30:.1f} GiB"
         yield f"its weights in {c.model.compute}, gathered for whole steps, would take {size} more; {_BESIDE}"
+    if (c.model.compute or c.model.dtype) != "bfloat16":
+        yield "grouped products in float32 wait for sizes, as a graph cannot; model.compute = 'bfloat16' does not"
     if not c.optimizer.fused:
         yield f"optimizer.fused = false needs memory beside the graph's; {_BESIDE}"
     yield from _model_obstacles(c, facts, _LOCAL_FAMILIES, "one GPU")
-    yield from _placement_obstacles(c, {"keep", "offload", "recompute"}, "one GPU")
+    yield from _placement_obstacles(c, facts, {"keep", "offload", "recompute"}, "one GPU")
 
 
 def _fast(c: Config) -> FastPath:
@@ -165,7 +172,7 @@ def _fast(c: Config) -> FastPath:
     }
     obstacle = next((reason for reason, holds in reasons.items() if holds), "")
     found = _with(c, graph=_given(c.memory.graph, not obstacle), overlap=overlap, reshard=reshard, capacity=capacity)
-    path = _explained(c, found, "the fastest that ran on such GPUs")
+    path = _explained(c, found, _FASTEST)
     return replace(path, reasons={**path.reasons, GRAPH: obstacle}) if obstacle and GRAPH in path.reasons else path
 
 
@@ -180,7 +187,7 @@ def _obstacles(c: Config, facts: Facts) -> Iterator[str]:
         yield f"model.dtype = 'float32' with model.compute = 'bfloat16' ran in a graph, this did not; {_BESIDE}"
     yield from _model_obstacles(c, facts, _PIPELINED_FAMILIES if p.pp > 1 else _FAMILIES, "several GPUs")
     yield from _mesh_obstacles(c, facts)
-    yield from _placement_obstacles(c, {"keep", "offload"} if p.pp > 1 else {"keep", "stash"}, "several GPUs")
+    yield from _placement_obstacles(c, facts, {"keep", "offload"} if p.pp > 1 else {"keep", "stash"}, "several GPUs")
 
 
 def _model_obstacles(c: Config, facts: Facts, families: tuple[str, ...], where: str) -> Iterator[str]:
@@ -221,16 +228,13 @@ def _mesh_obstacles(c: Config, facts: Facts) -> Iterator[str]:
         yield "a step has one microbatch, and overlap needs two; a smaller train.microbatch gives more"
 
 
-def _placement_obstacles(c: Config, ran: set[str], where: str) -> Iterator[str]:
+def _placement_obstacles(c: Config, facts: Facts, ran: set[str], where: str) -> Iterator[str]:
     others = sorted(c.memory.placements - ran)
     if others or c.memory.recompute != "light":
         what = f"memory.policy with {others[0]!r}" if others else f"memory.recompute = {c.memory.recompute!r}"
         yield f"{what} did not run in a graph on {where}, only {' and '.join(sorted(ran))} did"
-
-
-def _gathers(c: Config) -> bool:
-    """Whether weights are gathered at all. One process computes with its weights themselves, unless in another dtype."""
-    return c.parallel.ep * c.parallel.pp > 1 or bool(c.model.compute)
+    if facts.container is not None:
+        yield f"memory.policy places {facts.container or 'the whole model'!r}, and a graph's step runs the sublayers in it"
 
 
 def _given(value: Any, otherwise: Any) -> Any:

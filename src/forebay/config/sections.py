@@ -58,6 +58,11 @@ class Model:
         choices=("fused", "transformers"),
     )
 
+    @property
+    def is_mixed(self) -> bool:
+        """Whether weights are computed with in another dtype than theirs. FSDP2 casts them, even on one process."""
+        return bool(self.compute) and self.compute != self.dtype
+
 
 SOURCES = ("stdlib", "text", "jsonl", "parquet", "hf", "shards")
 

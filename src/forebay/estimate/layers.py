@@ -34,8 +34,7 @@ from forebay.pipeline.partition import (
 )
 from forebay.policy import format_bytes
 from forebay.train import hf_io
-from forebay.train.distributed import needs_group
-from forebay.train.fast_path import choose_path
+from forebay.train.fast_path import Outline, choose_path
 from forebay.train.parallel import experts_in
 
 if TYPE_CHECKING:
@@ -151,11 +150,14 @@ def fast_path_of(config: Config, world: int, traces: TraceCache | None = None) -
     near = (ep if ep > 1 else world) <= SAME_HOST
     traces = traces or TraceCache()
 
-    def elements(declared: Any) -> int:
-        return traces.facts(config.model, declared).weights.total
+    def outline(declared: Any) -> Outline:
+        facts = traces.facts(config.model, declared)
+        layers = range(len(facts.weights.layers))
+        sublayers = [f"{facts.prefix}.{number}.{name}" for number in layers for name in ("self_attn", "mlp")]
+        return Outline(facts.weights.total, facts.paths, sublayers)
 
     declared = partial(traces.declared, config)
-    return choose_path(config, config.device.type != "cpu", world, lambda: near, declared, elements)
+    return choose_path(config, config.device.type != "cpu", world, lambda: near, declared, outline)
 
 
 def plan_layers(config: Config, world: int = 0, traces: TraceCache | None = None) -> LayerPlan:
@@ -246,7 +248,7 @@ def sharing_of(config: Config, world: int) -> Sharing:
     parameter, compute = size[m.dtype], size[m.compute or m.dtype]
     batch = world // p.pp
     several = config.train.batch // batch // config.microbatch(batch) > 1
-    sharded = world > 1 or needs_group(config)
+    sharded = world > 1 or config.model.is_mixed
     return Sharing(
         batch // p.replicate,
         p.ep,

@@ -31,7 +31,7 @@ from forebay.estimate.trace_cache import TraceCache
 from forebay.estimate.types import Shape
 from forebay.estimate.walk import StepLevel
 from forebay.models.catalog import PUBLISHED, find
-from forebay.policy import PLACEMENTS, format_bytes, resolve
+from forebay.policy import PLACEMENTS, format_bytes, is_inside, resolve
 from forebay.train.hf_io import declared_by
 from forebay.train.parallel import experts_in
 
@@ -445,7 +445,7 @@ def _placements(
     uncounted: list[str] = []
     recompute_experts: set[int] = set()
     for claim in resolve(policy, paths, experts=_light_experts(config, paths), everything=sublayers):
-        inside = [h for h in sublayers if not claim.path or f"{h}.".startswith(f"{claim.path}.")]
+        inside = [h for h in sublayers if h == claim.path or is_inside(h, [claim.path])]
         moe_path = claim.path.removesuffix(".experts")
         if inside:
             found |= dict.fromkeys(inside, claim.placement)

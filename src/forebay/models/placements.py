@@ -8,7 +8,7 @@ everything back.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +23,7 @@ from forebay.models.families import absent_layers, decoder_layers, innermost, mo
 from forebay.models.hf_experts import light_recompute_of
 from forebay.models.low_rank import is_adapted, why_unsupported
 from forebay.moe.dispatch import TokenDispatcher
-from forebay.policy import Claim, PolicyError, outermost, resolve
+from forebay.policy import Claim, PolicyError, is_inside, outermost, resolve
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def regions_of(
     claims, recompute_experts = split_recompute_experts(claims)
     active = {c.path for c in claims if c.placement != "keep"}
     # Regions that are kept have call sites too: copies are started and device memory is released when they are called.
-    paths = active | {path for path in default if not _is_inside(path, active - {path})}
+    paths = active | {path for path in default if not is_inside(path, active - {path})}
     sites: dict[str, CallSite] = {
         path: sublayers[path] if path in sublayers else ModuleCallSite(_called(module), light_recompute_of(module))
         for path, module in _in_forward_order(model, sublayers)
@@ -89,11 +89,6 @@ def _in_forward_order(model: nn.Module, sublayers: Sublayers) -> Iterator[tuple[
     for path in modules:
         ordered = next(called) if path in sublayers else path
         yield ordered, modules[ordered]
-
-
-def _is_inside(path: str, others: Iterable[str]) -> bool:
-    """Whether `path` lies inside one of the paths `others`; the root "" contains all."""
-    return any(path.startswith(f"{other}.") or not other for other in others)
 
 
 def _uniform_claims(model: nn.Module, default: Sequence[str], placement: str) -> list[Claim]:
@@ -191,7 +186,7 @@ def split_recompute_experts(claims: Sequence[Claim]) -> tuple[list[Claim], list[
     offloaded = [c.path for c in claims if c.placement == "offload"]
     others, inside = [], []
     for claim in claims:
-        if claim.placement == "recompute" and _is_inside(claim.path, offloaded):
+        if claim.placement == "recompute" and is_inside(claim.path, offloaded):
             inside.append(claim.path)
         else:
             others.append(claim)

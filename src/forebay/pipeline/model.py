@@ -24,6 +24,7 @@ from forebay.models.families import all_layers
 from forebay.models.fused_loss import head_loss
 from forebay.models.linear_cross_entropy import linear_cross_entropy_into
 from forebay.moe.dispatch import Front, TokenDispatcher
+from forebay.policy import is_inside
 
 
 def adds_at_once(tokens: int, vocabulary: int, width: int) -> bool:
@@ -102,8 +103,8 @@ class CutModel:
             microbatch's count, and autograd gives the weight none; see `linear_cross_entropy_into`.
 
     Raises:
-        ValueError: the loss is not fused, not all layers are of a known family, or a placement names a whole layer, which never
-            runs as one.
+        ValueError: the loss is not fused, not all layers are of a known family, or a placement names a module that
+            contains sublayers, and never runs as one.
     """
 
     def __init__(self, model: Any, memory: Managed, dtype: torch.dtype | None = None):
@@ -117,11 +118,11 @@ class CutModel:
                 "the model cannot be cut"
             )
         for path, placement in memory.placements.items():
-            inside = [sublayer for sublayer in memory.sublayers if sublayer.rpartition(".")[0] == path]
+            inside = [sublayer for sublayer in memory.sublayers if is_inside(sublayer, [path])]
             if placement != "keep" and inside:
                 raise ValueError(
-                    f"the policy places the whole layer {path!r} as {placement!r}, but an engine runs its sublayers "
-                    f"separately; name {' and '.join(inside)}"
+                    f"the policy places {path or 'the whole model'!r} as {placement!r}, but an engine runs the sublayers in it "
+                    f"separately; name sublayers, such as {' and '.join(inside[:2])}"
                 )
         self.head_sum: Tensor | None = None
         self.embedded: list[tuple[Tensor, Tensor]] | None = None

@@ -25,6 +25,7 @@ Microbatches = Sequence[tuple[Tensor, Tensor]]
 Body = Callable[[Microbatches, Tensor], tuple[Tensor, ...]]
 # Steps before the capture: the first sizes page stores, the second uses memory of that size, the third is warm.
 _CALLS = 3
+_SLOWER = 4  # times a called step, after which a replay that still runs has deadlocked
 _REPLAYS = 2  # replays of a timed graph before its times are read: the first one uploads the graph
 
 
@@ -57,7 +58,8 @@ class CudaGraphStep:
         timed_graphs: number of graphs to time, one after the other; the same on all processes.
         plan_again: called after the replays of each timed graph, before the next capture, to plan by the measured times.
         flags: by which streams of the graph wait for each other.
-        ends: seconds within which the first replay has to end. A process that waits for another one that long gives up as well.
+        ends: seconds within which the first replay has to end, if a called step takes no longer: else `_SLOWER` times as long
+            as the last one. A process that waits for another one that long gives up as well.
         forget: called after a first replay that did not end by itself, on all processes, before its step is called: clears what
             it noted elsewhere.
 
@@ -93,6 +95,7 @@ class CudaGraphStep:
         # Autograd remembers the stream on which a parameter's gradient is accumulated: it is this one from the first step on.
         self._stream = torch.cuda.Stream(device)
         self._calls = 0
+        self._called: tuple[torch.cuda.Event, torch.cuda.Event] | None = None  # around the last called step
         self._graph: torch.cuda.CUDAGraph | None = None
         self._signature: Any = None
         self._shapes: Any = None
@@ -145,14 +148,14 @@ class CudaGraphStep:
         self._shapes = shapes
         is_first_replay = self._graph is None
         if self._graph is None and not (self._may_capture() and self._capture(microbatches, signature)):
-            return self._body(microbatches, self._count)
+            return self._call(microbatches)
         for (ids, labels), (new_ids, new_labels) in zip(self._inputs, microbatches, strict=True):
             ids.copy_(new_ids)
             labels.copy_(new_labels)
         assert self._graph is not None
         self._graph.replay()
         if is_first_replay and not self._all_agree(self._replay_ends()):
-            self.give_up(f"its first replay did not end within {self._ends:.0f} s")
+            self.give_up(f"its first replay did not end within {self._patience():.0f} s")
             self._forget()
             return self._body(microbatches, self._count)
         self._replays += self._timed_graphs > 0
@@ -180,6 +183,19 @@ class CudaGraphStep:
         """Free the graph and its memory for good: the steps from now on are called. All processes do it in the same step."""
         self.eager_reason = reason
         self.release()
+
+    def _call(self, microbatches: Microbatches) -> tuple[Tensor, ...]:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record(self._stream)
+        results = self._body(microbatches, self._count)
+        end.record(self._stream)
+        self._called = start, end
+        return results
+
+    def _patience(self) -> float:
+        """Seconds that a replay may take. The last called step has ended."""
+        called = 0.0 if self._called is None else self._called[0].elapsed_time(self._called[1]) / 1e3
+        return max(self._ends, _SLOWER * called)
 
     def _release_outdated(self, signature: Any) -> None:
         """Release a graph of other inputs, and one whose times were measured."""
@@ -249,7 +265,7 @@ class CudaGraphStep:
         """
         end = torch.cuda.Event()
         end.record(self._stream)
-        deadline = time.monotonic() + self._ends
+        deadline = time.monotonic() + self._patience()
         while not end.query():
             if time.monotonic() > deadline:
                 self._force_end(end)
@@ -258,7 +274,7 @@ class CudaGraphStep:
         return True
 
     def _force_end(self, end: torch.cuda.Event) -> None:
-        deadline = time.monotonic() + self._ends
+        deadline = time.monotonic() + self._patience()
         while not end.query():
             if time.monotonic() > deadline:
                 raise RuntimeError(

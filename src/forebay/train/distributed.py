@@ -154,7 +154,7 @@ class Mesh:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         timeout = timedelta(seconds=config.parallel.timeout)
-        starts = not dist.is_initialized() and (world.size > 1 or needs_group(config))
+        starts = not dist.is_initialized() and (world.size > 1 or config.model.is_mixed)
         store = _start_group(world, device, timeout) if starts else None
         return cls(world, device, config.parallel, timeout, owns=starts, store=store)
 
@@ -261,11 +261,6 @@ class Mesh:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.close(failed=error is not None)
-
-
-def needs_group(config: Config) -> bool:
-    """Whether even one process needs a group: FSDP2's mixed precision does."""
-    return bool(config.model.compute) and config.model.compute != config.model.dtype
 
 
 def pick_device(section: DeviceSection, local_rank: int = 0) -> torch.device:

@@ -3,7 +3,8 @@
 Input: a `Config`, and where its processes are. Output: the `FastPath` that `forebay.config.fast_path` chooses.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -12,9 +13,27 @@ import torch.distributed as dist
 
 from forebay.config import Config, Facts, FastPath, is_open, resolve
 from forebay.config.sections import AUTO
+from forebay.models.families import UnknownLayerError, decoder_layers
 from forebay.moe.backends import peers_are_reachable, symmetric_takes, topology_of
-from forebay.train.distributed import Mesh, needs_group
-from forebay.train.hf_io import declared_by, elements_of
+from forebay.policy import PolicyError, is_inside
+from forebay.policy import resolve as assign
+from forebay.train.distributed import Mesh
+from forebay.train.hf_io import declared_by, skeleton
+
+
+@dataclass(frozen=True)
+class Outline:
+    """A model before it is built.
+
+    Attributes:
+        parameters: their number; of tied weights, once.
+        paths: of all modules.
+        sublayers: paths of the sublayers of its decoder layers.
+    """
+
+    parameters: int
+    paths: Sequence[str]
+    sublayers: Sequence[str]
 
 
 def fast_path_of(config: Config, mesh: Mesh) -> FastPath:
@@ -29,8 +48,8 @@ def fast_path_of(config: Config, mesh: Mesh) -> FastPath:
             return topology_of(dist.group.WORLD).count == 1  # type: ignore[arg-type]
         return mesh.all(peers_are_reachable(mesh.expert_group))
 
-    declared, elements = partial(declared_by, config), partial(elements_of, config.model)
-    return choose_path(config, mesh.device.type == "cuda", mesh.size, are_near, declared, elements)
+    declared = partial(declared_by, config)
+    return choose_path(config, mesh.device.type == "cuda", mesh.size, are_near, declared, partial(_outline, config))
 
 
 def choose_path(
@@ -39,7 +58,7 @@ def choose_path(
     processes: int,
     are_near: Callable[[], bool],
     declared: Callable[[], Any],
-    elements: Callable[[Any], int],
+    outline: Callable[[Any], Outline],
 ) -> FastPath:
     """Give the keys that are "auto" their values.
 
@@ -48,7 +67,7 @@ def choose_path(
         are_near: whether the GPUs of each expert group read each other's memory; without expert groups, whether all processes
             are on one node. Called, by all processes, if that decides.
         declared: returns the Hugging Face configuration of the run's model.
-        elements: returns the number of parameters of a model with that configuration.
+        outline: returns the outline of a model with that configuration. Called if that decides.
 
     Raises:
         UsageError: the model's configuration is wrong.
@@ -56,11 +75,40 @@ def choose_path(
     p, m = config.parallel, config.model
     if not (gpu and is_open(config)):
         return resolve(config, Facts(gpu, processes, "", False))
-    model = declared()
-    if p.ep * p.pp == 1:
-        itself = processes > 1 or config.memory.graph != AUTO or not needs_group(config)
-        gathered = 0 if itself else elements(model) * getattr(torch, m.compute).itemsize
-        return resolve(config, Facts(gpu, processes, str(model.model_type), True, gathered=gathered))
+    model, is_local = declared(), p.ep * p.pp == 1
+    gathers = is_local and processes == 1 and config.memory.graph == AUTO and m.is_mixed
+    sketch = outline(model) if gathers or isinstance(config.memory.policy, dict) else None
     hidden = model.get_text_config().hidden_size
     takes_rows = p.ep == 1 or symmetric_takes(hidden, getattr(torch, m.compute or m.dtype))
-    return resolve(config, Facts(gpu, processes, str(model.model_type), takes_rows and are_near(), takes_rows))
+    facts = Facts(
+        gpu,
+        processes,
+        str(model.model_type),
+        reaches=is_local or (takes_rows and are_near()),
+        takes_rows=takes_rows,
+        gathered=sketch.parameters * getattr(torch, m.compute).itemsize if gathers and sketch else 0,
+        container=_container(config.memory.policy, sketch) if sketch else None,
+    )
+    return resolve(config, facts)
+
+
+def _outline(config: Config, declared: Any) -> Outline:
+    model = skeleton(config.model, declared)
+    try:
+        sublayers = [path for layer in decoder_layers(model) for path in (layer.attention_path, layer.block_path)]
+    except UnknownLayerError:
+        sublayers = []
+    return Outline(sum(p.numel() for p in model.parameters()), [name for name, _ in model.named_modules()], sublayers)
+
+
+def _container(policy: str | Mapping[str, str], sketch: Outline) -> str | None:
+    """The first module that a policy places and that contains sublayers."""
+    if isinstance(policy, str):
+        return None
+    experts = [path for path in sketch.paths if path.endswith(".experts")]
+    try:
+        claims = assign(policy, sketch.paths, experts=experts, everything=sketch.sublayers)
+    except PolicyError:
+        return None  # `forebay.manage` raises it
+    placed = [claim.path for claim in claims if claim.placement != "keep"]
+    return next((path for path in placed if any(is_inside(sublayer, [path]) for sublayer in sketch.sublayers)), None)

@@ -191,13 +191,13 @@ def declared_by(config: Config) -> Any:
     return configuration(config.model, load_tokenizer(config.data.tokenizer).vocabulary)
 
 
-def elements_of(section: Model, config: Any) -> int:
-    """The number of parameters of the model with the Hugging Face configuration `config`; of tied weights, once.
+def skeleton(section: Model, config: Any) -> Any:
+    """The model with the Hugging Face configuration `config`, on the meta device.
 
     Raises:
         UsageError: the attention implementation is not available.
     """
-    return sum(p.numel() for p in _skeleton(config, getattr(torch, section.dtype), section.attention).parameters())
+    return _skeleton(config, getattr(torch, section.dtype), section.attention)
 
 
 def _read_config(folder: Path) -> Any:

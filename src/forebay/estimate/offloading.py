@@ -71,7 +71,8 @@ class Link:
 
 
 class OffloadManager:
-    """Offloads in the steps of a walk. A managed step is an engine's step, else a microbatch.
+    """Offloads in the steps of a walk. A managed step is the whole step where microbatches are under way together, else a
+    microbatch.
 
     Until it has a plan, a sublayer's tensors are on the device until the next one begins, and again from one before its
     backward. Without a link it never has one, and two sublayers are in transfer.

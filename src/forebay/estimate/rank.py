@@ -178,7 +178,7 @@ class RunEstimator:
             for path, part, more in self._parts(stages)
         ]
         stall = 0.0 if walked.plan is None else walked.plan.stall_seconds
-        steps = 1 if self.engine else self.plan.microbatches  # of the manager in a step
+        steps = 1 if run.interleaves else self.plan.microbatches  # of the manager in a step
         return RankEstimate(
             self._fit(number, walked, placements), walked.levels, tuple(sublayers), walked.before, steps * stall
         )

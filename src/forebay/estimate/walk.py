@@ -98,6 +98,11 @@ class RankRun:
         """An engine runs the stages: the token dispatcher has a stream of its own."""
         return self.sharing.gathered
 
+    @property
+    def interleaves(self) -> bool:
+        """Microbatches are under way together. A manager's step is then the whole step, else a microbatch."""
+        return self.sharing.pp > 1 or any(action.parts for action in self.actions)
+
 
 @dataclass(frozen=True)
 class StepLevel:
@@ -150,15 +155,16 @@ def shortened(actions: Sequence[Action], engine: bool) -> Sequence[Action]:
 
 
 def _measured(run: RankRun) -> int:
-    """Steps that a manager measures. It counts a pipeline's whole step, else each microbatch."""
+    """Steps in which a manager measures."""
     if run.link is None:
         return 0
     microbatches = len({action.microbatch for action in run.actions})
-    return MEASURED_STEPS if run.engine else MEASURED_STEPS // max(1, microbatches)
+    return MEASURED_STEPS if run.interleaves else MEASURED_STEPS // max(1, microbatches)
 
 
 class AllocatorRun:
-    """A run so far, with what its steps share: `allocator`, compute `stream`, `params`, `manager`, and the `arena` of pages."""
+    """A run so far, with what its steps share: `allocator`, compute `stream`, `params`, `manager`, the `arena` of pages, and
+    an engine's `tables`."""
 
     def __init__(self, run: RankRun):
         self.allocator = CachingAllocator(GPU_BLOCK if run.sharing.gpu else 1)
@@ -169,6 +175,7 @@ class AllocatorRun:
         self.params = self._lifecycle(run)
         self._workspaces: list[Block] = []
         self.arena: Block | None = None
+        self.tables: Block | None = None
         self.manager = OffloadManager(self.allocator, self.stream, run.link, run.hidden, run.least)
         self.peak = StepLevel("", "", (0,) * len(ROLES))
         self._levels: list[StepLevel] = []
@@ -297,7 +304,7 @@ class _StepRun:
         self._last = max((a.microbatch for action in run.actions for a in (action.parts or (action,))), default=0)
 
     def run(self) -> None:
-        if self._run.engine:
+        if self._run.interleaves:
             self._manager.begin_step()
         for action in self._run.actions:
             self._action = str(action)
@@ -347,7 +354,7 @@ class _StepRun:
         parts, engine = self._run.stages[stage], self._run.engine
         runs: list[PartRun] = []
         self._part_runs[stage, microbatch] = runs
-        if not engine:
+        if not self._run.interleaves:
             self._manager.begin_step()
         x = self._arrived.pop(("F", stage, microbatch), None)
         if engine and parts[-1].path == "head":
@@ -406,7 +413,7 @@ class _StepRun:
         return output
 
     def _begin_part(self, part: Part, x: Block | None, microbatch: int) -> PartRun:
-        shared = self._malloc(part.shared, ACTIVATIONS) if part.shared else None
+        shared = self._shared(part)
         if part.path != "embedding":
             self._walk.workspace(0)  # rotary tables, which come before the layers, are matrix products
         self._running["forward"] = part.path
@@ -414,6 +421,16 @@ class _StepRun:
         run = PartRun(part, {}, x, shared=shared)
         self._manager.begin_forward(run)
         return run
+
+    def _shared(self, part: Part) -> Block | None:
+        """Masks and tables that layers share; None if nothing is made for this forward. An engine keeps those of its first one."""
+        if not part.shared:
+            return None
+        if not self._run.engine:
+            return self._malloc(part.shared, ACTIVATIONS)
+        if self._walk.tables is None:
+            self._walk.tables = self._malloc(part.shared, ACTIVATIONS)
+        return None
 
     def _hand_on(self, stage: int, microbatch: int, x: Block) -> None:
         """The output of a stage's forward: the next stage's input, or the loss and its gradient."""

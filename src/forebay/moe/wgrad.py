@@ -112,20 +112,30 @@ class WeightEdges:
 
     Autograd runs every node after one that ran, with no gradient if it received none: the parameter's hooks would run in the
     first part of the backward, and nodes between parameter and experts would free what they saved. So the experts' node has no
-    edge to gate_up and down; this one has, and it is run on its own. The consequences: `torch.autograd.grad` cannot be asked for
-    these gradients, and a parameter that several calls of one graph share gets its gradients one by one.
+    edges to gate_up and down; these have, and they are run on their own. The consequences: `torch.autograd.grad` cannot be asked
+    for these gradients, and a parameter that several calls of one graph share gets its gradients one by one.
+
+    Two leaves have an edge each: autograd adds down's gradient to its sum and frees it before gate_up's exists. Others have one
+    together, as they may be views of one parameter, which gets its gradient once.
     """
 
     def __init__(self, gate_up: Tensor, down: Tensor, sums: Callable[[Tensor], Sum]):
-        self._gradients: list[Callable[[], Tensor] | None] = []
         self._sums = sums(gate_up), sums(down)
-        # Through an empty output: it holds the parameters' graph, but not their memory, which FSDP2 may free in between.
-        self._root = _WeightEdgesNode.apply(self._gradients, gate_up, down)
+        self._edges: list[tuple[tuple[int, ...], list[Callable[[], Tensor] | None], Tensor]] = []
+        # down first, as in a whole backward: its operands are free before gate_up's gradient is allocated.
+        for indices in ((1,), (0,)) if gate_up.is_leaf and down.is_leaf else ((1, 0),):
+            gradients: list[Callable[[], Tensor] | None] = []
+            # Through an empty output: it holds the parameters' graph, but not their memory, which FSDP2 may free in between.
+            root = _WeightEdgesNode.apply(gradients, *((gate_up, down)[index] for index in indices))
+            self._edges.append((indices, gradients, root))
 
     def run(self, gate_up: Callable[[], Tensor] | None, down: Callable[[], Tensor] | None) -> None:
         """Give autograd the gradients that the callables return; None for a frozen weight."""
-        self._gradients[:] = gate_up, down
-        torch.autograd.backward(self._root, self._root.detach())
+        for indices, gradients, root in self._edges:
+            given = [(gate_up, down)[index] for index in indices]
+            if any(gradient is not None for gradient in given):
+                gradients[:] = given
+                torch.autograd.backward(root, root.detach())
 
     def add_or_run(self, operands: Sequence[WeightGradientOperands | None]) -> None:
         """Add the gradients of gate_up and down to their sums, down first, and give autograd those without a sum."""
@@ -136,8 +146,7 @@ class WeightEdges:
             if weight is not None and total is not None:
                 weight.add_to(total)
                 remaining[index] = None
-        if any(weight is not None for weight in remaining):
-            self.run(*remaining)
+        self.run(*remaining)
 
 
 class _WeightEdgesNode(torch.autograd.Function):
@@ -148,17 +157,15 @@ class _WeightEdgesNode(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, gradients, gate_up, down):
+    def forward(ctx, gradients, *weights):
         ctx.gradients = gradients
-        return torch.empty(0, device=gate_up.device)
+        return torch.empty(0, device=weights[0].device)
 
     @staticmethod
     def backward(ctx, _):
-        d_gate_up, d_down = ctx.gradients
+        gradients = list(ctx.gradients)
         ctx.gradients.clear()
-        # down first, as in a whole backward: its operands are free before gate_up's gradient is allocated.
-        second = None if d_down is None else d_down()
-        return None, None if d_gate_up is None else d_gate_up(), second
+        return None, *(None if gradient is None else gradient() for gradient in gradients)
 
 
 class DeferredWeightGradient:

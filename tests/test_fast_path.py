@@ -71,6 +71,8 @@ TABLE: list[tuple[dict[str, dict[str, Any]], Facts, tuple[bool, bool, bool, floa
     ({"parallel": {"ep": 1}}, ONE, (True, False, False, 0.0), "a step, weights gathered once a step; turned off"),
     ({"parallel": {"ep": 1}, "model": {"dtype": "bfloat16"}}, ONE, (True, False, False, 0.0), "CUDA graph a step; turned off"),
     ({"parallel": {"ep": 1}, "model": {"compute": ""}}, ONE, HOST, "host-launched: grouped products in float32"),
+    ({"parallel": {"ep": 1}}, dataclasses.replace(ONE, layers=48), (True, False, False, 0.0), "fast path: one CUDA graph"),
+    ({"parallel": {"ep": 1}, "train": {"batch": 64}}, dataclasses.replace(ONE, layers=48), HOST, "64 microbatches of 48 layers"),
     ({"parallel": {"ep": 1}}, dataclasses.replace(ONE, container="model.layers.0"), HOST, "places 'model.layers.0', and a"),
     ({"parallel": {"ep": 1}}, dataclasses.replace(ONE, container=""), HOST, "places 'the whole model'"),
     ({}, dataclasses.replace(TWO, container="model"), HOST, "places 'model', and a graph's step"),

@@ -13,6 +13,7 @@ from itertools import chain
 from math import inf
 
 from forebay.config import Config
+from forebay.config.fast_path import GRAPH_NODES
 from forebay.estimate.allocator import ROLES
 from forebay.estimate.fit import RankFit, largest_total, least_budget, planning_error
 from forebay.estimate.fsdp import least_bytes, param_groups
@@ -179,13 +180,17 @@ class RunEstimator:
         ]
         stall = 0.0 if walked.plan is None else walked.plan.stall_seconds
         steps = 1 if run.interleaves else self.plan.microbatches  # of the manager in a step
-        return RankEstimate(
-            self._fit(number, walked, placements), walked.levels, tuple(sublayers), walked.before, steps * stall
-        )
+        fit = self._fit(number, walked, placements, self._graph_bytes(stages))
+        return RankEstimate(fit, walked.levels, tuple(sublayers), walked.before, steps * stall)
 
-    def _fit(self, number: int, walked: Walked, placements: Mapping[str, str]) -> RankFit:
+    def _graph_bytes(self, stages: Mapping[int, StageLayers]) -> int:
+        """Of a CUDA graph's nodes."""
+        layers = sum(len(stage.layers) for stage in stages.values())
+        return GRAPH_NODES * layers * self.plan.microbatches if self.config.step.graph else 0
+
+    def _fit(self, number: int, walked: Walked, placements: Mapping[str, str], graph: int) -> RankFit:
         cached = walked.reserved - walked.peak.allocated if self.sharing.gpu else 0
-        other = outside_bytes(self.sharing) + self.exchange
+        other = outside_bytes(self.sharing) + self.exchange + graph
         held = dict(zip(ROLES, walked.peak.by_role, strict=True))
         error = self.error(placements)
         return RankFit(number, **held, other=other, where=walked.peak.where, cached=cached, error=error)

@@ -423,7 +423,7 @@ class _StepRun:
         return run
 
     def _shared(self, part: Part) -> Block | None:
-        """Masks and tables that layers share; None if nothing is made for this forward. An engine keeps those of its first one."""
+        """Masks and tables that layers share; None if this forward makes none. An engine keeps those of its first one."""
         if not part.shared:
             return None
         if not self._run.engine:

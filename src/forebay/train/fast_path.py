@@ -78,8 +78,8 @@ def choose_path(
     model, is_local = declared(), p.ep * p.pp == 1
     gathers = is_local and processes == 1 and config.memory.graph == AUTO and m.is_mixed
     sketch = outline(model) if gathers or isinstance(config.memory.policy, dict) else None
-    hidden = model.get_text_config().hidden_size
-    takes_rows = p.ep == 1 or symmetric_takes(hidden, getattr(torch, m.compute or m.dtype))
+    text = model.get_text_config()
+    takes_rows = p.ep == 1 or symmetric_takes(text.hidden_size, getattr(torch, m.compute or m.dtype))
     facts = Facts(
         gpu,
         processes,
@@ -87,6 +87,7 @@ def choose_path(
         reaches=is_local or (takes_rows and are_near()),
         takes_rows=takes_rows,
         gathered=sketch.parameters * getattr(torch, m.compute).itemsize if gathers and sketch else 0,
+        layers=getattr(text, "num_hidden_layers", 0),
         container=_container(config.memory.policy, sketch) if sketch else None,
     )
     return resolve(config, facts)

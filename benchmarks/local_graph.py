@@ -2,8 +2,8 @@
 
 Configurations are some of the blind draws (`benchmarks/planner_blind.py`; `draw:number`), without overlap, with Forebay's experts
 and the fused loss, so both arms compute the same. The host's arm frees gathered weights after each use, as it does by default.
-Each arm has a process of its own. Times are medians of 9 whole steps with the optimizer's, once nothing is left to measure, plan
-and capture. Peaks are of the process's life, `peak` with the graph's memory while it is replayed.
+Each arm has a process of its own. Times are medians of 9 whole steps with the optimizer's, the same in both arms, once nothing is
+left to measure, plan and capture. Peaks are of the process's life, `peak` with the graph's memory while it is replayed.
 
     python benchmarks/local_graph.py                 # two minutes on one H200
     python benchmarks/local_graph.py 4:02 5:08
@@ -20,13 +20,16 @@ from typing import Any
 import torch
 from common import GIB, results_folder, write
 from planner_blind import entries_of
-from planner_measure import MOST, WARM, graph_bytes, settled
+from planner_measure import MOST, graph_bytes, settled
 
 from forebay.config import from_mapping
 from forebay.train.trainer import Trainer
 
 RUNS = ("4:02", "3:07", "5:22", "5:08", "1:12", "5:09", "5:14")
 TIMED = 9
+LEAST = (
+    12  # steps before the timed ones; by then both arms have nothing left to measure, or the losses are of other steps
+)
 _DEFAULTS = {"overlap": "auto", "reshard": "auto", "capacity_factor": "auto"}
 
 
@@ -48,7 +51,7 @@ def arm(run: str, graph: bool) -> dict[str, Any]:
     name, sections = sections_of(run, graph)
     with Trainer(from_mapping(sections, origin=name)) as trainer:
         number = 1
-        while number <= WARM or (not settled(trainer) and number < MOST):
+        while number <= LEAST or (not settled(trainer) and number < MOST):
             trainer.step(number)
             number += 1
         seconds, peaks = [], []
@@ -70,6 +73,7 @@ def arm(run: str, graph: bool) -> dict[str, Any]:
             "ms to": 1e3 * max(seconds),
             "peak GiB": max(peaks) / GIB,
             "reserved GiB": torch.cuda.max_memory_reserved() / GIB,
+            "step": record.step,
             "loss": record.cross_entropy_loss,
         }
 

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
 
 from forebay.estimate.types import MULTIPROCESSORS, OpCost
 
@@ -93,7 +94,7 @@ class Tally:
         for keys in (self._made, self._earlier, self._read):
             keys.discard(key)
 
-    def see(self, func: Any, args: Any, kwargs: Any, out: Any, flops: int) -> None:
+    def see(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         packet = getattr(func, "overloadpacket", None)  # higher-order operators have none
         base = packet.__name__ if packet is not None else str(func)
         opaque = _OPAQUE.get(str(func))
@@ -101,8 +102,8 @@ class Tally:
             self._separate(args, kwargs, opaque(self, *args, **kwargs))
         elif base in _NO_KERNEL or getattr(func, "is_view", False):
             return
-        elif flops:
-            cost = _matmul_or_attention(func, args, kwargs, out, flops)
+        elif packet in flop_registry:
+            cost = (_attention if "attention" in base else _matmul)(func, args, kwargs, out)
             # Inductor copies and pads operands whose rows are unaligned.
             self._separate(args, kwargs, [replace(cost, kind="gemm") if self._fused and "gemm" in cost.kind else cost])
         else:
@@ -180,18 +181,24 @@ class Tally:
         self._bytes = self._kernels = 0
 
 
-def _matmul_or_attention(func: Any, args: Any, kwargs: Any, out: Any, flops: int) -> OpCost:
-    name = str(func)
+def _matmul(func: Any, args: Any, kwargs: Any, out: Any) -> OpCost:
+    tensors = [*_tensors((args, kwargs)), *_tensors(out)]
+    flops = int(flop_registry[func.overloadpacket](*args, **kwargs, out_val=out))
+    return OpCost("gemm_unaligned" if any(map(_is_unaligned, tensors)) else "gemm", flops, sum(map(_bytes, tensors)))
+
+
+def _attention(func: Any, args: Any, kwargs: Any, out: Any) -> OpCost:
+    """Not torch's formula, which counts all pairs, and in torch 2.11 fails for fewer heads of keys than of queries."""
     moved = sum(map(_bytes, (*_tensors((args, kwargs)), *_tensors(out))))
-    if "attention" in name:
-        named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
-        causal = bool(named.get("is_causal"))
-        if causal:  # torch's formula counts all pairs
-            flops //= 2
-        kind = "attention_backward" if "backward" in name else "attention"
-        return OpCost(kind, flops, moved, padding=_attention_padding(named["query"], named["value"], causal))
-    unaligned = any(map(_is_unaligned, (*_tensors((args, kwargs)), *_tensors(out))))
-    return OpCost("gemm_unaligned" if unaligned else "gemm", flops, moved)
+    named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+    query, value, causal = named["query"], named["value"], bool(named.get("is_causal"))
+    backward = "backward" in str(func)
+    width, value_width = query.shape[-1], value.shape[-1]
+    # Backward computes scores, and gradients of queries and keys; gradients of scores, and of values.
+    columns = 3 * width + 2 * value_width if backward else width + value_width
+    flops = 2 * query.shape[:-1].numel() * value.shape[-2] * columns // (2 if causal else 1)
+    padding = _attention_padding(query, value, causal)
+    return OpCost("attention_backward" if backward else "attention", flops, moved, padding=padding)
 
 
 _TILE = 128

@@ -230,7 +230,7 @@ STEP = StepTime("h200", 8.0, 8.0, 0.5, 0.25, 1.25, 4.0, (8.0, 6.0), (0.0, 0.0), 
 def test_a_step_is_the_sum_of_its_parts() -> None:
     assert (STEP.gradients, STEP.seconds, STEP.tokens_per_second) == (8.75, 10, 100)
     assert STEP.bubble == (0, 0.25) and not STEP.limited_by_host
-    assert STEP.sentence() == "expected on h200: 10.000 s a step to within 15 %, 100 tokens/s; bubble 0 to 25 %."
+    assert STEP.sentence() == "expected on h200: 10.000 s a step to within 45 %, 100 tokens/s; bubble 0 to 25 %."
     around = replace(STEP, around=2.0)
     assert (around.gradients, around.seconds) == (8.75, 12)
     assert replace(STEP, device="h100", measured=False).sentence().startswith("expected on h100, from data sheets: 10")
@@ -241,13 +241,13 @@ def test_a_step_is_the_sum_of_its_parts() -> None:
 
 def test_a_band_has_room_for_a_slower_host() -> None:
     """1.6 times the launches end 5.4 s after those that are planned for, and 0.6 of the time around them is added."""
-    assert STEP.error == STEP.as_dict()["error"] == 0.15
+    assert STEP.error == STEP.as_dict()["error"] == 0.45
     slow = replace(STEP, launched=9.0, host=9.0, launch=6e-6)
     assert slow.error == pytest.approx(5.4 / slow.seconds)
     assert "to within 49 %" in slow.sentence() and "6.0 microseconds" in slow.sentence()
     around = replace(slow, around=2.0)
     assert around.error == pytest.approx((5.4 + 1.2) / around.seconds)
-    assert replace(STEP, host=0.0).error == 0.15  # a CUDA graph
+    assert replace(STEP, host=0.0).error == 0.45  # a CUDA graph
 
 
 # --- sharding ---------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from forebay.config import Config, from_mapping
 from forebay.errors import UsageError
 from forebay.estimate import search as search_module
 from forebay.estimate.device import load
-from forebay.estimate.fit import EAGER_ERROR, ERROR, RankFit, least_budget
+from forebay.estimate.fit import EAGER_ERROR, SEVERAL_GPUS_ERROR, RankFit, least_budget
 from forebay.estimate.layers import plan_layers
 from forebay.estimate.plan import Fit, PlanRequest, ask, fit_run, least_total
 from forebay.estimate.search import Candidate, MeshShape, divisors, largest, meshes, ranked, search
@@ -173,7 +173,7 @@ def test_the_largest_microbatch_is_that_of_brute_force(pp: int, ep: int, world: 
     config = tiny(parallel={"pp": pp, "ep": ep})
     sizes = [n for n in (1, 2, 4, 8, 16, 32) if (32 // (world // pp)) // n >= (2 * pp if pp > 1 else 1)]
     peaks = {n: peak(with_(config, "train", microbatch=n), world) for n in sizes}
-    error = ERROR if world > 1 else EAGER_ERROR
+    error = SEVERAL_GPUS_ERROR if world > 1 else EAGER_ERROR
     budget = least_budget(sorted(peaks.values())[-2], error)  # all but the one that needs most
     found = search(PlanRequest(config), "microbatch", world, budget)
     assert found.settings == {"train.microbatch": max(n for n in sizes if least_budget(peaks[n], error) <= budget)}

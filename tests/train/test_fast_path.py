@@ -120,6 +120,9 @@ def test_a_plan_is_that_of_the_flags_by_hand(tmp_path: Path) -> None:
     assert fits[0].ranks == fits[1].ranks and fits[0].step == fits[1].step
     assert any(note.startswith("Fast path: one CUDA graph a step") for note in fits[0].notes)
     assert not any("ast path" in note for note in fits[1].notes)
+    layers = replace(asked, memory=replace(asked.memory, policy={"model.layers.*": "recompute"}))
+    notes = fit_run(layers, plan_layers(layers, 2), 2).notes
+    assert any(note.startswith("Host-launched: memory.policy with 'recompute'") for note in notes)
 
 
 def trained(rank: int, world: int, folder: str) -> tuple[str, dict[str, Any]]:

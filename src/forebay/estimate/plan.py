@@ -310,7 +310,7 @@ def fit_run(
     )
     estimates = _estimates(estimator, plan, stop_above, processes)
     ranks = [estimates[number] for number in sorted(estimates)]
-    if path.is_fast:
+    if path.line:
         notes.append(f"{path.line[0].upper()}{path.line[1:]}.")
     choices = tuple(rank.choice for rank in ranks if rank.choice is not None)
     placements = dict(estimator.placements)

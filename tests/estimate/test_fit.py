@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from forebay.config import from_mapping
+from forebay.config.fast_path import GRAPH_NODES
 from forebay.estimate.fit import headroom, largest_total, least_budget, planning_error
 from forebay.estimate.layers import plan_layers
 from forebay.estimate.plan import fit_run
@@ -63,3 +64,15 @@ def test_a_verdict_says_the_share_of_its_run(memory: dict[str, object], auto: in
     total, error = found.fullest.total, found.as_dict()["error"]
     assert f"{100 * error:.0f} %" in words
     assert found.fullest.headroom(least_budget(total, error)) == 0
+
+
+def test_the_nodes_of_a_graph_are_counted() -> None:
+    """For each of 2 layers and 4 microbatches."""
+
+    def other(graph: bool) -> int:
+        model = {"family": "qwen3_moe", "config": TINY, "dtype": "bfloat16"}
+        sections = {"model": model, "train": {"batch": 4, "microbatch": 1, "sequence": 64}, "memory": {"graph": graph}}
+        config = from_mapping({**sections, "device": {"type": "cuda"}})
+        return fit_run(config, plan_layers(config, 1), 1).ranks[0].other
+
+    assert other(graph=True) - other(graph=False) == 8 * GRAPH_NODES

@@ -202,6 +202,17 @@ def test_what_the_device_waits_for_copies(launch: float) -> None:
     assert (everything.schedule > keep.schedule) == (launch < 1e-6)
 
 
+@pytest.mark.parametrize("microbatches", [1, 3])
+def test_a_graph_of_one_gpu_waits_for_copies_in_each_microbatch(microbatches: int) -> None:
+    """Its manager's step is a microbatch. One of the whole step would offload next to nothing of three."""
+
+    def seconds(policy: str) -> float:
+        memory = {"policy": policy, "offload": "all", "graph": True}
+        return step(SMALL, 1, {"reshard": False}, memory, "h200", batch=microbatches).schedule
+
+    assert seconds("offload") > 1.4 * seconds("keep")
+
+
 def test_the_host_pays_for_what_the_device_does_not_see() -> None:
     """A recomputed forward runs its Python again, a copy to the host has some of its own, and launches of a step that is captured
     are no part of it."""

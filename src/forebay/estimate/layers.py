@@ -152,9 +152,7 @@ def fast_path_of(config: Config, world: int, traces: TraceCache | None = None) -
 
     def outline(declared: Any) -> Outline:
         facts = traces.facts(config.model, declared)
-        layers = range(len(facts.weights.layers))
-        sublayers = [f"{facts.prefix}.{number}.{name}" for number in layers for name in ("self_attn", "mlp")]
-        return Outline(facts.weights.total, facts.paths, sublayers)
+        return Outline(facts.weights.total, facts.paths, facts.sublayers)
 
     declared = partial(traces.declared, config)
     return choose_path(config, config.device.type != "cpu", world, lambda: near, declared, outline)

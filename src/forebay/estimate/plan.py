@@ -27,7 +27,7 @@ from forebay.estimate.rank import RankEstimate, RunEstimator, StepTimer
 from forebay.estimate.routing import EvenRouting
 from forebay.estimate.state import Sharing, all_to_all_bytes, symmetric_bytes
 from forebay.estimate.step_time import StepTime
-from forebay.estimate.trace_cache import TraceCache
+from forebay.estimate.trace_cache import ModelFacts, TraceCache
 from forebay.estimate.types import Shape
 from forebay.estimate.walk import StepLevel
 from forebay.models.catalog import PUBLISHED, find
@@ -391,9 +391,7 @@ def _estimator(
     notes = _notes(c, facts.attention, experts)
     placements, recompute_experts = dict[str, str](), set[int]()
     if auto is None:
-        placements, recompute_experts = _placements(
-            c, list(facts.paths), facts.prefix, len(facts.weights.layers), notes
-        )
+        placements, recompute_experts = _placements(c, facts, notes)
     shape = shape_of(c, declared, sharing, skew)
     actions = None
     if p.pp > 1:
@@ -428,13 +426,10 @@ def _dispatcher_bytes(config: Config, text: Any, shape: Shape, sharing: Sharing)
     return all_to_all_bytes(p.ep)
 
 
-def _placements(
-    config: Config, paths: list[str], prefix: str, layers: int, notes: list[str]
-) -> tuple[dict[str, str], set[int]]:
+def _placements(config: Config, facts: ModelFacts, notes: list[str]) -> tuple[dict[str, str], set[int]]:
     """The placement of every sublayer that is not kept, and the layers with an offloaded MoE sublayer whose experts are
     recomputed."""
-    policy = config.memory.policy
-    sublayers = [f"{prefix}.{n}.{name}" for n in range(layers) for name in ("self_attn", "mlp")]
+    policy, paths, sublayers = config.memory.policy, facts.paths, facts.sublayers
     if policy == "auto":
         return {}, set()
     if policy == "stash":
@@ -471,7 +466,7 @@ def _placement_notes(uncounted: Sequence[str], recompute_experts: Iterable[int])
     return notes
 
 
-def _light_experts(config: Config, paths: list[str]) -> list[str]:
+def _light_experts(config: Config, paths: Sequence[str]) -> list[str]:
     """Experts that a run can recompute inside an offloaded sublayer: Forebay's, outside of compiled code."""
     memory = config.memory
     outside = config.has_engine or config.parallel.ep > 1 or not memory.compile

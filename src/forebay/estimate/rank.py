@@ -184,7 +184,7 @@ class RunEstimator:
         return RankEstimate(fit, walked.levels, tuple(sublayers), walked.before, steps * stall)
 
     def _graph_bytes(self, stages: Mapping[int, StageLayers]) -> int:
-        """Of a CUDA graph's nodes."""
+        """Bytes that the nodes of a step's CUDA graph take on a rank with these stages."""
         layers = sum(len(stage.layers) for stage in stages.values())
         return GRAPH_NODES * layers * self.plan.microbatches if self.config.step.graph else 0
 

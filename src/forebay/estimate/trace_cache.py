@@ -33,6 +33,12 @@ class ModelFacts:
     prefix: str
     attention: str
 
+    @property
+    def sublayers(self) -> list[str]:
+        """Paths of the sublayers of all layers, in forward order."""
+        layers = range(len(self.weights.layers))
+        return [f"{self.prefix}.{number}.{name}" for number in layers for name in ("self_attn", "mlp")]
+
 
 class TraceCache:
     """A cache for one plan or search.

@@ -95,7 +95,7 @@ class CudaGraphStep:
         # Autograd remembers the stream on which a parameter's gradient is accumulated: it is this one from the first step on.
         self._stream = torch.cuda.Stream(device)
         self._calls = 0
-        self._called: tuple[torch.cuda.Event, torch.cuda.Event] | None = None  # around the last called step
+        self._around_call = [torch.cuda.Event(enable_timing=True) for _ in range(2)]  # the last called step
         self._graph: torch.cuda.CUDAGraph | None = None
         self._signature: Any = None
         self._shapes: Any = None
@@ -185,17 +185,16 @@ class CudaGraphStep:
         self.release()
 
     def _call(self, microbatches: Microbatches) -> tuple[Tensor, ...]:
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start, end = self._around_call
         start.record(self._stream)
         results = self._body(microbatches, self._count)
         end.record(self._stream)
-        self._called = start, end
         return results
 
     def _patience(self) -> float:
-        """Seconds that a replay may take. The last called step has ended."""
-        called = 0.0 if self._called is None else self._called[0].elapsed_time(self._called[1]) / 1e3
-        return max(self._ends, _SLOWER * called)
+        """Seconds that a replay may take. Steps were called before it, and the capture waited for the last one."""
+        start, end = self._around_call
+        return max(self._ends, _SLOWER * start.elapsed_time(end) / 1e3)
 
     def _release_outdated(self, signature: Any) -> None:
         """Release a graph of other inputs, and one whose times were measured."""

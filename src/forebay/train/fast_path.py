@@ -76,8 +76,10 @@ def choose_path(
     if not (gpu and is_open(config)):
         return resolve(config, Facts(gpu, processes, "", False))
     model, is_local = declared(), p.ep * p.pp == 1
-    gathers = is_local and processes == 1 and config.memory.graph == AUTO and m.is_mixed
-    sketch = outline(model) if gathers or isinstance(config.memory.policy, dict) else None
+    # Else the given value of memory.graph decides alone, and a skeleton of the model would be made for nothing.
+    decides = config.memory.graph == AUTO or (config.memory.graph is False and not is_local)
+    gathers = decides and is_local and processes == 1 and m.is_mixed
+    sketch = outline(model) if gathers or (decides and isinstance(config.memory.policy, dict)) else None
     text = model.get_text_config()
     takes_rows = p.ep == 1 or symmetric_takes(text.hidden_size, getattr(torch, m.compute or m.dtype))
     facts = Facts(

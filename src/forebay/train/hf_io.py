@@ -74,7 +74,7 @@ def build(
     loads = bool(section.path) and section.weights == "load"
     if loads and shard is None and part is None:
         return _load(Path(section.path).expanduser(), config, dtype, section.attention).to(device).train()
-    model, blueprint = (_skeleton(config, dtype, section.attention) for _ in range(2))
+    model, blueprint = (skeleton(section, config) for _ in range(2))
     for change in (part, shard):
         if change is not None:
             change(model)

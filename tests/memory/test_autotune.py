@@ -24,7 +24,7 @@ from forebay.memory import autotune
 from forebay.memory.autotune import MAX_TRIAL_STEPS, Autotuner, Trials, TuneState
 from forebay.memory.host_store import HostStore, Traffic
 from forebay.memory.recorder import Peaks, TimelineRecorder, TimingRecorder, TrialRecorder
-from forebay.memory.solver import under_budget
+from forebay.memory.solver import fit_link, under_budget
 from forebay.memory.storage import storable, storage_bytes
 from forebay.memory.timeline import Assignment, CallFigures, Key, Plan, Rates, Timeline, TimelineEvent, simulate
 from forebay.policy import BudgetError
@@ -334,19 +334,54 @@ def test_plans_count_on_less_of_the_link_if_one_made_for_a_graph_was_late(
     monkeypatch: pytest.MonkeyPatch, late: bool
 ) -> None:
     tuner, seen = planned(), list[float]()
-    plan_pipeline = tuner._plan_pipeline
+    plan_offload = tuner._plan_offload
 
     def plan(timeline: Timeline) -> Plan:
         seen.append(timeline.out_rate)
-        return plan_pipeline(timeline)
+        return plan_offload(timeline)
 
-    monkeypatch.setattr(tuner, "_plan_pipeline", plan)
+    monkeypatch.setattr(tuner, "_plan_offload", plan)
     for _ in range(2):
         tuner.recorder = Replayed(0.05 if late else 0.0)
         tuner.keep_recorder()
         assert tuner.recorder is None
         tuner.plan_again()
     assert seen == ([10e9, pytest.approx(8.5e9)] if late else [10e9]), "late, on rates of calls: new rates say why"
+
+
+def test_what_leaves_in_a_graph_of_several_microbatches_is_what_the_link_carries_in_a_replay() -> None:
+    """Each microbatch is a step of the manager: the last one's times tell what the others' are."""
+    timeline = timeline_of(random.Random(3), 8)
+    called = replace(timeline, events=tuple(replace(event, seconds=1.0) for event in timeline.events))
+    slow = replace(called, out_rate=1e3, back_rate=1e3)
+
+    class Called(Recorded):
+        def timeline(self, *_: Any) -> Timeline:
+            return replace(called, out_rate=1e9, back_rate=1e9)
+
+    class OfOne(Replayed):
+        def retimed(self, timeline: Timeline, rates: Rates) -> Timeline:
+            return slow
+
+    paths = paths_of(timeline)
+    store = HostStore(torch.device("cpu"))
+    tuner = Autotuner(store, dict.fromkeys(paths, "offload"), None, "fit", lambda *_: None, lambda: None)
+    tuner.recorder = Called(torch.device("cpu"), store, None, Peaks())
+    tuner.end_step()
+    before = tuner.plan
+    assert before is not None and before.planned_bytes and not tuner.alternating
+    store.lanes.time_captured = True
+    for _ in range(3):
+        tuner.begin_step(True, None)
+        assert type(tuner.recorder) is TimingRecorder
+        tuner.recorder = OfOne(0.0)
+        tuner.end_step()
+        assert tuner.plan is before
+    tuner.keep_recorder()
+    store.lanes.time_captured = False
+    tuner.plan_again()
+    assert tuner.plan is not None and tuner.plan.planned_bytes < before.planned_bytes
+    assert tuner.plan.planned_bytes == fit_link(slow, paths).planned_bytes
 
 
 # --- plans that change from step to step ------------------------------------------------------------------------------

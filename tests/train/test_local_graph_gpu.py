@@ -7,7 +7,7 @@ import pytest
 
 from tests.train.common import GPU_SIZES, config, differing, figures_of, state_of, write_text
 
-STEPS = 8
+STEPS = 20  # where something is offloaded, several graphs are timed first
 _EXPERTS = {"num_experts": 8, "router_aux_loss_coef": 0.01}
 _DEEPSEEK = {
     "n_routed_experts": 8, "intermediate_size": 256, "first_k_dense_replace": 1, "n_shared_experts": 1, "n_group": 2,

@@ -407,7 +407,9 @@ class Autotuner:
         elif self.state is TuneState.TRY:
             self._end_tried_step()
         elif isinstance(self.recorder, TimingRecorder):
-            self._correct(self.recorder)
+            # A capture may hold several of the manager's steps. The last one's times are read when the graph was replayed.
+            if not self._store.lanes.time_captured:
+                self._correct(self.recorder)
         else:
             self._trim()
 
@@ -427,9 +429,7 @@ class Autotuner:
             # The first of several microbatches makes the gradients that the others find: all count from the same base.
             known = [b for b in (base, self._measured_base) if b is not None]
             self.recorder = TrialRecorder(self._device, self.timeline, self.plan, max(known, default=None), self.peaks)
-        elif self._corrects and (
-            self._store.lanes.time_captured or (self._corrections < _CORRECTIONS and not captured)
-        ):
+        elif self._store.lanes.time_captured or (self._corrects and self._corrections < _CORRECTIONS and not captured):
             self.recorder = TimingRecorder(self._device, self._store, self.peaks)
 
     def _go(self, to: TuneState) -> None:
@@ -509,14 +509,7 @@ class Autotuner:
         timeline = recorder.timeline(out_rate, back_rate, self._mark)
         self.timeline = timeline = replace(timeline, memory_rate=self._store.memory_rate)
         self.alternating = is_interleaved(timeline)
-        if self.alternating:
-            plan = self._plan_pipeline(timeline)
-        elif self._auto:
-            plan = self._plan_auto(timeline)
-        elif self._offload == "all":
-            plan = offload_all(timeline, self._offload_paths)
-        else:
-            plan = fit_link(timeline, self._offload_paths)
+        plan = self._plan_auto(timeline) if self._auto and not self.alternating else self._plan_offload(timeline)
         if self._budget is not None and plan.peak_bytes > self._budget:
             raise BudgetError(
                 f"this policy needs {format_bytes(plan.peak_bytes)} ({plan.peak_bytes} bytes) over what is allocated before the "
@@ -535,13 +528,16 @@ class Autotuner:
             torch.cuda.empty_cache()  # see `_end_tried_step`
         return plan
 
-    def _plan_pipeline(self, timeline: Timeline) -> Plan:
+    def _plan_offload(self, timeline: Timeline) -> Plan:
+        paths, everything = self._offload_paths, self._offload == "all"
+        if not self.alternating:
+            return offload_all(timeline, paths) if everything else fit_link(timeline, paths)
         if self._auto:
             raise PolicyError(
                 "policy='auto' needs steps in which every forward is followed by its backward; where forwards and backwards of "
                 "several microbatches alternate, name the regions to offload"
             )
-        return plan_interleaved(timeline, self._offload_paths, self._offload == "all")
+        return plan_interleaved(timeline, paths, everything)
 
     def _correct(self, recorder: TimingRecorder) -> None:
         """Plan with the times of the step that was just run as planned."""
@@ -550,7 +546,7 @@ class Autotuner:
         self._corrections = self._corrections + 1 if timeline is not None else _CORRECTIONS
         if timeline is not None:
             self.timeline = timeline
-            self._follow(self._plan_pipeline(timeline.on_link(self._link)))
+            self._follow(self._plan_offload(timeline.on_link(self._link)))
             self._trimmed = False
 
     def _rates(self) -> Rates:

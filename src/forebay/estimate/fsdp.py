@@ -559,7 +559,7 @@ class UnshardedLifecycle(_Sharded):
 
         Args:
             rows: gradients of the embedded tokens of all microbatches; freed when they are summed, unless a graph owns them.
-            spread: bytes of those of one microbatch in fp32.
+            spread: bytes that it takes for a moment to add those of one microbatch.
         """
         if not self._s.sharded:
             self._shards, self._sums = self._sums, {}

@@ -41,6 +41,7 @@ from forebay.estimate.step_time import (
 )
 from forebay.estimate.types import ModelTrace, PartTrace, StageLayers
 from forebay.estimate.walk import RankRun, StepLevel, Walked, shortened, walk
+from forebay.kernels.token_rows import workspace_bytes
 from forebay.pipeline.model import adds_at_once
 from forebay.pipeline.schedule import Action, local_plan
 from forebay.policy import format_bytes, parse_bytes
@@ -208,7 +209,7 @@ class RunEstimator:
             self.sharing,
             parts,
             shortened(actions, self.engine),
-            self.hidden * self.sharing.summed if self._sums_vocabulary() else 0,
+            self._adding_tokens() if self._sums_vocabulary() else 0,
             self.hidden * self.sharing.compute,
             graph=c.step.graph,
             at_once=self._at_once(),
@@ -245,6 +246,13 @@ class RunEstimator:
     def _sums_vocabulary(self) -> bool:
         """Whether the engine sums the vocabulary's gradients itself."""
         return self.engine and self.sharing.sharded and self.sharing.summed > self.sharing.compute
+
+    def _adding_tokens(self) -> int:
+        """Bytes that it takes for a moment to add a microbatch's gradients of embedded tokens to the vocabulary's."""
+        width = self.weights.embedding[0].shape[1]
+        if self.sharing.gpu:
+            return workspace_bytes(self.hidden // width, width)
+        return self.hidden * self.sharing.summed
 
     def _at_once(self) -> bool:
         """Whether it adds those of embedded tokens as they are made."""

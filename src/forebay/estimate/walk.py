@@ -58,8 +58,8 @@ class RankRun:
     Attributes:
         stages: by number, parts in forward order.
         actions: of a step; a pipeline's receives too.
-        summed: if the engine sums the vocabulary's gradients itself: bytes of a microbatch's gradients of embedded tokens in the
-            dtype of the sum; else 0.
+        summed: if the engine sums the vocabulary's gradients itself: bytes that it takes for a moment to add a microbatch's
+            gradients of embedded tokens; else 0.
         hidden: bytes of a microbatch's hidden states.
         graph: the step is a CUDA graph.
         at_once: the engine adds the embedding's gradients as they are made.

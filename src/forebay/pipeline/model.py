@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from forebay.kernels.token_rows import add_token_rows
 from forebay.managed import Managed
 from forebay.memory.overrides import is_managed
 from forebay.models.blocks import SublayerForward
@@ -160,7 +161,7 @@ class CutModel:
 
     def spread(self, collected: list[tuple[Tensor, Tensor]], total: Tensor) -> Tensor:
         """Set `total` [V, H] to the embedding's gradient: each row the sum of its tokens' gradients, in the order of `collected`
-        (see `embedded`) and in the dtype of `total`.
+        (see `embedded`) in fp32.
 
         Microbatch by microbatch: all at once would need three more tensors as large as the embedding.
         """
@@ -250,11 +251,8 @@ class _Embed(torch.autograd.Function):
 
 
 def _add_rows(total: Tensor, ids: Tensor, gradient: Tensor) -> None:
-    """Add gradient [B, S, H] to the rows of `total` [V, H] that ids [B, S] name, in the dtype of `total`."""
-    rows = gradient.reshape(-1, gradient.shape[-1]).to(total.dtype)
-    # Not index_add_: on a GPU its order varies from call to call. `unsafe`, the last argument, skips two passes that check the
-    # range of ids; these were looked up already.
-    torch.ops.aten._index_put_impl_(total, [ids.reshape(-1)], rows, True, True)
+    """Add gradient [B, S, H] to the rows of `total` [V, H] fp32 that ids [B, S] name."""
+    add_token_rows(total, ids.reshape(-1), gradient.reshape(-1, gradient.shape[-1]))
 
 
 class _StandIn(nn.Module):

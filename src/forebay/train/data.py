@@ -120,8 +120,10 @@ class Batches:
         if len(self.shares) > 1:  # or, with two equal shares, every second process would have one source only
             own = [permute(n, self.batch, self.seed, number) for n in own]
         places = [source_of(number * self.batch + n, self.shares) for n in own]
-        block = torch.from_numpy(np.stack([self.windows[source].tokens(k) for source, k in places]))
-        inputs, targets = block[:, :-1].contiguous(), block[:, 1:].contiguous()
+        # With NumPy, as torch's threads are slow to begin where the machine gives a process fewer cores than it shows: a batch of
+        # 172,000 tokens took 46 of a step's 295 ms on an H200 machine.
+        block = np.stack([self.windows[source].tokens(k) for source, k in places])
+        inputs, targets = (torch.from_numpy(np.ascontiguousarray(part)) for part in (block[:, :-1], block[:, 1:]))
         if not self.apart:
             return Batch(inputs, targets, None)
         targets = targets.clone()  # of a single window it is a view of the same numbers as inputs

@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from functools import partial
 from typing import Any, Self
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -404,7 +405,7 @@ class Trainer:
 
     def _count(self, targets: Tensor) -> Tensor | int:
         """Targets of the step that have a loss, over all processes that share the batch. The host does not wait."""
-        own = int((targets != IGNORE).sum())
+        own = int(np.count_nonzero(targets.numpy() != IGNORE))  # torch's threads are slow to begin, see `Batches`
         if self.mesh.batch.size == 1:
             # A CUDA graph reads it from memory. Division by a number and by a tensor may differ in the last bit.
             return own if self.cuda_graph is None else torch.tensor(own, device=self.device)

@@ -52,7 +52,7 @@ class Shard:
 
 
 class Corpus:
-    """Tokens of all documents, one after the other, in shards. Reads map the shards that they touch, and hold none.
+    """Tokens of all documents, one after the other, in shards. Reads open the shards that they touch, and hold none.
 
     Attributes:
         identity: hash of all shards; equal on every machine.
@@ -76,7 +76,7 @@ class Corpus:
         Raises:
             RunError: a shard is gone, or shorter than it was.
         """
-        found = [self._map(s, "bin", self.dtype)[a:b].astype(np.int64) for s, a, b in self._touched(start, stop)]
+        found = [self._tokens(*touched) for touched in self._touched(start, stop)]
         return np.concatenate(found) if found else np.empty(0, dtype=np.int64)
 
     def ends(self, start: int, stop: int) -> np.ndarray:
@@ -87,7 +87,7 @@ class Corpus:
         """
         found = []
         for shard, first, last in self._touched(start, stop):
-            ends = self._map(shard, "ends", np.dtype("<u8"))
+            ends = self._ends(shard)
             # Numbers of another dtype would make searchsorted copy all of it.
             low, high = np.searchsorted(ends, np.array([first, last], dtype=ends.dtype), side="right")
             found.append(ends[low:high].astype(np.int64) + self._starts[shard])
@@ -102,12 +102,23 @@ class Corpus:
                 yield number, max(start, first) - first, min(stop, last) - first
             number += 1
 
-    def _map(self, number: int, ending: str, dtype: np.dtype) -> np.ndarray:
-        shard = self.shards[number]
-        count = shard.tokens if ending == "bin" else shard.documents
-        file = self.folder / f"{shard.name}.{ending}"
+    def _tokens(self, number: int, start: int, stop: int) -> np.ndarray:
+        # Not mapped: a window is small, and mapping a file takes ten times as long as reading one.
+        with self._reading(number, "bin") as file:
+            tokens = np.fromfile(file, self.dtype, stop - start, offset=start * self.dtype.itemsize)
+            if len(tokens) < stop - start:
+                raise ValueError(f"it ends before token {stop}")
+        return tokens.astype(np.int64)
+
+    def _ends(self, number: int) -> np.ndarray:
+        with self._reading(number, "ends") as file:
+            return np.memmap(file, np.dtype("<u8"), mode="r", shape=(self.shards[number].documents,))
+
+    @contextmanager
+    def _reading(self, number: int, ending: str) -> Iterator[Path]:
+        file = self.folder / f"{self.shards[number].name}.{ending}"
         try:
-            return np.memmap(file, dtype=dtype, mode="r", shape=(count,))
+            yield file
         except (OSError, ValueError) as error:
             raise RunError(f"{file} cannot be read: {first_line(error)}; it changed while the run read it") from error
 

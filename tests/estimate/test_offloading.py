@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
+from forebay.config import Config
+from forebay.estimate.layers import plan_layers
 from forebay.estimate.offloading import Link, offloadable, offloaded_bytes
 from forebay.estimate.parts import Part
+from forebay.estimate.plan import fit_run
 from forebay.estimate.state import Sharing
 from forebay.estimate.types import PartEvents
 from forebay.estimate.walk import RankRun, Walked, walk
 from forebay.memory.timeline import Plan, Timeline
 from forebay.pipeline.schedule import Action, local_plan
+from forebay.train.trainer import Trainer
+from tests.train.common import MODEL, config, write_text
 
 MIB = 1 << 20
 NAMES = ["l.0.mlp", "l.1.mlp", "l.2.mlp"]
@@ -36,9 +42,9 @@ def parts(size: int, kept: str = "") -> list[Part]:
     return [Part(name, n, events(size), "keep" if name == kept else "offload") for n, name in enumerate(NAMES)]
 
 
-def ten_seconds(part: Part) -> tuple[float, float]:
+def ten_seconds(part: Part) -> list[tuple[float, float]]:
     """Each way; an embedding takes no time."""
-    return (0.0, 0.0) if part.path == "embedding" else (10.0, 10.0)
+    return [(0.0, 0.0) if part.path == "embedding" else (10.0, 10.0)]
 
 
 def walked(stage: list[Part], rate: float, least: int, everything: bool = False, microbatches: int = 1) -> Walked:
@@ -49,6 +55,20 @@ def walked(stage: list[Part], rate: float, least: int, everything: bool = False,
         link=Link((rate, rate), ten_seconds, everything),
     )  # fmt: skip
     return walk(run)
+
+
+def timelines_of(monkeypatch: pytest.MonkeyPatch, settings: Config) -> list[Timeline]:
+    """The timelines that plans of `settings` are made of."""
+    seen: list[Timeline] = []
+    plan = Link.plan
+
+    def noted(link: Link, timeline: Timeline, paths: frozenset[str]) -> Plan:
+        seen.append(timeline)
+        return plan(link, timeline, paths)
+
+    monkeypatch.setattr(Link, "plan", noted)
+    fit_run(settings, plan_layers(settings, 1), 1)
+    return seen
 
 
 def planned(stage: list[Part], rate: float, least: int, everything: bool = False) -> Plan:
@@ -73,13 +93,35 @@ def test_a_link_counted_by_hand() -> None:
     assert plan.offload == {first: frozenset({0})}
     assert plan.release_at == {first: ("F", (NAMES[2], 0))}
     assert plan.fetch_at == {("B", (NAMES[1], 0)): (first,)}
-    assert [offloaded_bytes(plan, part, 4, 2 * MIB) for part in parts(5 * MIB)] == [5 * MIB, 0, 0]
+    assert [offloaded_bytes(plan, part, 4, 2 * MIB, False) for part in parts(5 * MIB)] == [5 * MIB, 0, 0]
 
 
 def test_everything_is_offloaded_on_request() -> None:
     plan = planned(parts(5 * MIB, kept=NAMES[1]), rate=1e-3, least=2 * MIB, everything=True)
     assert {path for path, _ in plan.offload} == {NAMES[0], NAMES[2]}
     assert plan.stall_seconds > 0
+
+
+def test_the_calls_of_an_engine_are_those_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A MoE sublayer is two calls, the dense one of the first layer is one."""
+    settings = config(
+        write_text(tmp_path, 500),
+        {**MODEL, "num_hidden_layers": 2, "mlp_only_layers": [0]},
+        model={"dtype": "float32", "compute": "bfloat16"},
+        train={"batch": 4, "microbatch": 2},
+        memory={"graph": True, "policy": "offload", "offload": "all"},
+        parallel={"reshard": False},
+    )
+    with Trainer(settings) as trainer:
+        trainer.step(1)
+        real = trainer.memory.manager.tuner.timeline
+    assert real is not None
+    (found,) = timelines_of(monkeypatch, settings)
+    assert [call.key for call in found.calls] == [call.key for call in real.calls]
+    assert [call.key[1] for call in found.calls] == [0, 0, 0, 0, 1]
+    assert [(e.kind, e.call) for e in found.events] == [(e.kind, e.call) for e in real.events]
+    mlp = [n for n, call in enumerate(real.calls) if call.key[0].endswith(".mlp")]
+    assert [found.calls[n].items for n in mlp] == [real.calls[n].items for n in mlp]
 
 
 @pytest.mark.parametrize("microbatches", [1, 3])

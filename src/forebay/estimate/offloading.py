@@ -32,7 +32,8 @@ class PartRun:
         x: its input, while it is held.
         offloaded: bytes of the storages that were offloaded.
         pages: without an arena, a block in place of its pages.
-        call: the number of its forwards before this one in the manager's step.
+        calls: what each of its calls saves that a store would take, (storage, bytes); see `calls_of`.
+        keys: of its calls in the manager's step.
     """
 
     part: Part
@@ -42,11 +43,8 @@ class PartRun:
     balance: Block | None = None
     shared: Block | None = None
     pages: Block | None = None
-    call: int = 0
-
-    @property
-    def key(self) -> Key:
-        return self.part.path, self.call
+    calls: tuple[list[tuple[int, int]], ...] = ()
+    keys: tuple[Key, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -55,13 +53,13 @@ class Link:
 
     Attributes:
         rates: positional rates of a `Timeline`, bytes a second.
-        seconds: of a part's forward and backward, recomputation included. A device that waits for its host is slower than its
-            profile: the run then offloads more than is planned here.
+        seconds: of the forward and backward of each of a part's calls, recomputation included. A device that waits for its host
+            is slower than its profile: the run then offloads more than is planned here.
         everything: `offload = "all"`: the device may wait for the link.
     """
 
     rates: tuple[float | None, ...]
-    seconds: Callable[[Part], tuple[float, float]]
+    seconds: Callable[[Part], Sequence[tuple[float, float]]]
     everything: bool = False
 
     def plan(self, timeline: Timeline, paths: frozenset[str]) -> Plan:
@@ -81,15 +79,18 @@ class OffloadManager:
         stream: of blocks that are fetched.
         hidden: bytes of a part's input.
         least: bytes below which nothing is offloaded.
+        engine: whether MoE sublayers run as two calls.
 
     Attributes:
         before: bytes in use before a forward, as a manager measures them in its second step, without moments.
         plan: None until the measured steps are over.
     """
 
-    def __init__(self, allocator: CachingAllocator, stream: Any, link: Link | None, hidden: int, least: int):
+    def __init__(
+        self, allocator: CachingAllocator, stream: Any, link: Link | None, hidden: int, least: int, engine: bool
+    ):
         self._allocator, self._stream, self._link = allocator, stream, link
-        self._hidden, self._least = hidden, least
+        self._hidden, self._least, self._engine = hidden, least, engine
         self.before = 0
         self.plan: Plan | None = None
         self._steps = 0
@@ -111,9 +112,11 @@ class OffloadManager:
 
     def begin_forward(self, run: PartRun) -> None:
         path = run.part.path
-        run.call = self._calls.get(path, 0)
-        self._calls[path] = run.call + 1
-        self._runs[run.key] = run
+        run.calls = calls_of(run.part, self._hidden, self._least, self._engine)
+        before = self._calls.get(path, 0)
+        self._calls[path] = before + len(run.calls)
+        run.keys = tuple((path, before + n) for n in range(len(run.calls)))
+        self._runs |= dict.fromkeys(run.keys, run)
         self.record("F", run)
         self._transfer("F", run)
 
@@ -128,8 +131,13 @@ class OffloadManager:
     def record(self, kind: str, run: PartRun) -> None:
         """A forward or backward begins in the step that plans are made of. An engine's head is recorded only."""
         if self._link is not None and self._steps == 1:
-            items = tuple(size for _, size in offloadable(run.part.events, self._hidden, self._least))
-            self._record.add(kind, run, items, self._link.seconds(run.part))
+            seconds = self._link.seconds(run.part)
+            if run.part.path in ENDS:
+                self._record.end(kind, run.part, *seconds)
+                return
+            calls = [*zip(run.keys, run.calls, seconds, strict=True)]
+            for key, items, times in calls if kind == "F" else reversed(calls):
+                self._record.add(kind, run.part, key, tuple(size for _, size in items), times)
 
     def end_forward(self, run: PartRun) -> None:
         if run.part.placement == "offload" and self.plan is None:
@@ -146,22 +154,24 @@ class OffloadManager:
                 self._leaving.remove(other)
                 self._release(other, None)
             return
-        event = kind, run.key
-        for key in self._released_at.get(event, ()):
-            if key in self._runs:
-                self._release(self._runs[key], self.plan.offload[key])
-        for key in self.plan.fetch_at.get(event, ()):
-            if key in self._runs:
-                self._fetch(self._runs[key])
+        # The events of a part's second call count as those of its first: both are at its begin.
+        for own in run.keys if kind == "F" else reversed(run.keys):
+            for key in self._released_at.get((kind, own), ()):
+                if key in self._runs:
+                    self._release(self._runs[key], key)
+            for key in self.plan.fetch_at.get((kind, own), ()):
+                if key in self._runs:
+                    self._fetch(self._runs[key], key)
 
-    def _release(self, run: PartRun, chosen: frozenset[int] | None) -> None:
-        """Free what was offloaded: the chosen items, or all."""
+    def _release(self, run: PartRun, key: Key | None) -> None:
+        """Free what was offloaded: what the plan chose of a call, or all."""
         events, least = run.part.events, self._least
-        if chosen is None:
+        if key is None:
             leaving = [*run.blocks, events.x]
         else:
-            items = offloadable(events, self._hidden, least)
-            leaving = [number for at, (number, _) in enumerate(items) if at in chosen]
+            assert self.plan is not None
+            chosen = self.plan.offload[key]
+            leaving = [number for at, (number, _) in enumerate(_items_of(run, key)) if at in chosen]
         sizes = storage_sizes(events, self._hidden)  # a block may be larger than what it holds
         for n in leaving:
             if sizes.get(n, 0) < least:
@@ -174,16 +184,17 @@ class OffloadManager:
                 run.offloaded[n] = sizes[n]
                 self._allocator.free(run.blocks.pop(n))
 
-    def _fetch(self, run: PartRun) -> None:
+    def _fetch(self, run: PartRun, key: Key | None = None) -> None:
+        """Make what was offloaded of a call, or all."""
         if run in self._leaving:
             self._leaving.remove(run)
-        for n, size in run.offloaded.items():
-            block = self._allocator.malloc(size, self._stream, ACTIVATIONS)
+        wanted = {n for n, _ in _items_of(run, key)} if key is not None else set(run.offloaded)
+        for n in [n for n in run.offloaded if n in wanted]:
+            block = self._allocator.malloc(run.offloaded.pop(n), self._stream, ACTIVATIONS)
             if n == run.part.events.x:
                 run.x = block
             else:
                 run.blocks[n] = block
-        run.offloaded = {}
 
 
 class _StepRecord:
@@ -195,20 +206,20 @@ class _StepRecord:
         self._events: list[tuple[str, Key]] = []
         self._seconds: list[float] = []
 
-    def add(self, kind: str, run: PartRun, items: tuple[int, ...], seconds: tuple[float, float]) -> None:
-        """`items`: bytes of what its sublayer saves that a store would take; `seconds`: of its forward and backward."""
-        part, (forward, backward) = run.part, seconds
-        if part.path in ENDS:
-            # A head's backward follows its forward at once.
-            if kind == "F" and self._seconds:
-                self._seconds[-1] += forward + (backward if part.path == "head" else 0.0)
-            return
+    def add(self, kind: str, part: Part, key: Key, items: tuple[int, ...], seconds: tuple[float, float]) -> None:
+        """A call's forward or backward. `items`: bytes of what it saves that a store would take; `seconds`: of both."""
+        forward, backward = seconds
         if kind == "F":
-            self._calls[run.key] = CallFigures(run.key, items, forward)
+            self._calls[key] = CallFigures(key, items, forward)
         if part.placement == "offload":
             self.paths.add(part.path)
-        self._events.append((kind, run.key))
+        self._events.append((kind, key))
         self._seconds.append(forward if kind == "F" else backward)
+
+    def end(self, kind: str, part: Part, seconds: tuple[float, float]) -> None:
+        """The embedding or the head, whose backward follows its forward at once."""
+        if kind == "F" and self._seconds:
+            self._seconds[-1] += seconds[0] + (seconds[1] if part.path == "head" else 0.0)
 
     def timeline(self, rates: Sequence[float | None]) -> Timeline:
         numbers = {key: number for number, key in enumerate(self._calls)}
@@ -218,6 +229,26 @@ class _StepRecord:
             tuple(TimelineEvent(kind, numbers[key], seconds) for (kind, key), seconds in events),
             *rates,  # type: ignore[arg-type]
         )
+
+
+def calls_of(part: Part, hidden: int, least: int, engine: bool) -> tuple[list[tuple[int, int]], ...]:
+    """What each call of a sublayer saves that a store would take; see `offloadable`. An engine calls a MoE sublayer twice: up to
+    the token dispatch, and its experts."""
+    events = part.events
+    items = offloadable(events, hidden, least)
+    if not is_cut(part, engine):
+        return (items,)
+    ours = {events.experts_h} | ({events.experts_x} & events.transferred)
+    first = next((at for at, (n, _) in enumerate(items) if n in ours), len(items))
+    return items[:first], items[first:]
+
+
+def is_cut(part: Part, engine: bool) -> bool:
+    return engine and part.events.experts_h >= 0
+
+
+def _items_of(run: PartRun, key: Key) -> list[tuple[int, int]]:
+    return run.calls[run.keys.index(key)]
 
 
 def offloadable(events: PartEvents, hidden: int, least: int) -> list[tuple[int, int]]:
@@ -236,8 +267,12 @@ def storage_sizes(events: PartEvents, hidden: int) -> dict[int, int]:
     return {n: size for n, size in events.forward if size and n >= 0} | {events.x: hidden}
 
 
-def offloaded_bytes(plan: Plan, part: Part, hidden: int, least: int) -> int:
-    """Bytes of an offloaded sublayer that leave for one microbatch: the fewest of all calls."""
-    items = offloadable(part.events, hidden, least)
-    calls = [chosen for (path, _), chosen in plan.offload.items() if path == part.path]
-    return min((sum(items[n][1] for n in chosen) for chosen in calls), default=0)
+def offloaded_bytes(plan: Plan, part: Part, hidden: int, least: int, engine: bool) -> int:
+    """Bytes of an offloaded sublayer that leave for one microbatch: the fewest of all forwards."""
+    calls = calls_of(part, hidden, least, engine)
+    leaving: dict[int, int] = {}
+    for (path, number), chosen in plan.offload.items():
+        if path == part.path:
+            forward, call = divmod(number, len(calls))
+            leaving[forward] = leaving.get(forward, 0) + sum(calls[call][n][1] for n in chosen)
+    return min(leaving.values(), default=0)

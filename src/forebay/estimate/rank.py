@@ -19,7 +19,7 @@ from forebay.estimate.fit import RankFit, largest_total, least_budget, planning_
 from forebay.estimate.fsdp import least_bytes, param_groups
 from forebay.estimate.layer_time import Clock, KernelTime, LayerTimer
 from forebay.estimate.layers import LayerPlan
-from forebay.estimate.offloading import ENDS, Link, offloaded_bytes
+from forebay.estimate.offloading import ENDS, Link, is_cut, offloaded_bytes
 from forebay.estimate.parts import Part, placed_parts
 from forebay.estimate.placement import (
     Choice,
@@ -39,7 +39,7 @@ from forebay.estimate.step_time import (
     StepTime,
     schedule_time,
 )
-from forebay.estimate.types import ModelTrace, PartTrace, StageLayers
+from forebay.estimate.types import ModelTrace, OpCost, PartTrace, StageLayers
 from forebay.estimate.walk import RankRun, StepLevel, Walked, shortened, walk
 from forebay.kernels.token_rows import workspace_bytes
 from forebay.pipeline.model import adds_at_once
@@ -171,7 +171,7 @@ class RunEstimator:
         run = self._run(number, stages, placements)
         walked, recompute = walk(run), self.config.memory.recompute
         carried = {
-            part.path: offloaded_bytes(walked.plan, part, run.hidden, run.least)
+            part.path: offloaded_bytes(walked.plan, part, run.hidden, run.least, run.engine)
             for part in chain.from_iterable(run.stages.values())
             if part.placement == "offload" and walked.plan is not None
         }
@@ -226,13 +226,25 @@ class RunEstimator:
         rates = (m.out_rate, m.back_rate, *ends, m.copy_rate) if gpu else (inf, inf)
         return Link(rates, self._seconds, self.config.memory.offload == "all")
 
-    def _seconds(self, part: Part) -> tuple[float, float]:
-        """Seconds of a part's forward and of its backward, on the slower of device and host."""
+    def _seconds(self, part: Part) -> list[tuple[float, float]]:
+        """Seconds of the forward and of the backward of each of a part's calls, on the slower of device and host."""
         if part.path in ENDS:
             forward, backward = self.timer.end(part.trace)
         else:
             forward, backward = self.timer.sublayer(part.trace, "recompute" if part.light else part.placement)
-        return self._takes(forward), self._takes(backward)
+        whole = self._takes(forward), self._takes(backward)
+        if not is_cut(part, self.engine):
+            return [whole]
+        shares = self._before_experts(part.trace.forward_ops), self._before_experts(part.trace.backward_ops[::-1])
+        front = [seconds * share for seconds, share in zip(whole, shares, strict=True)]
+        return [(front[0], front[1]), (whole[0] - front[0], whole[1] - front[1])]
+
+    def _before_experts(self, ops: Sequence[OpCost]) -> float:
+        """Share of the seconds of `ops` before the experts' first one, or the first transfer to them."""
+        seconds = [self.clock.seconds(op) for op in ops]
+        kinds = ("all_to_all", "grouped", "grouped_weights")
+        first = next((n for n, op in enumerate(ops) if op.kind in kinds), len(ops))
+        return sum(seconds[:first]) / (sum(seconds) or 1.0)
 
     def _takes(self, time: KernelTime) -> float:
         return max(time.alone, self.launch * time.launches)

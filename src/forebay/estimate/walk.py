@@ -176,7 +176,7 @@ class AllocatorRun:
         self._workspaces: list[Block] = []
         self.arena: Block | None = None
         self.tables: Block | None = None
-        self.manager = OffloadManager(self.allocator, self.stream, run.link, run.hidden, run.least)
+        self.manager = OffloadManager(self.allocator, self.stream, run.link, run.hidden, run.least, run.engine)
         self.peak = StepLevel("", "", (0,) * len(ROLES))
         self._levels: list[StepLevel] = []
         self.note("", "initialization")

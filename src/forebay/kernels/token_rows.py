@@ -1,11 +1,12 @@
 """Adds the gradients of tokens to the rows of the embedding's gradient that their ids name.
 
-Input: `total` [V, H] fp32, `ids` [N], and `rows` [N, H] in fp32, fp16 or bf16. Output: `total`, changed. Nothing synchronizes with the
-host, there are no atomics, and the result is the same bits every time.
+Input: `total` [V, H] fp32, `ids` [N], and `rows` [N, H] in fp32, fp16 or bf16. Output: `total`, changed. Nothing synchronizes
+with the host, there are no atomics, and the result is the same bits every time.
 
-Sorted by id, the rows of a token are a *run*. torch's `index_put_(accumulate=True)` adds a run one row after the other, so a frequent
-token takes long: 8.9 ms for 43,008 rows of 768, where 7,000 are of one token, on an H200. Here each program adds the rows of a chunk of
-sorted positions. A run within a chunk is done then; what chunks hold of a longer run is added by a second kernel.
+Sorted by id, the rows of a token are a *run*. torch's `index_put_(accumulate=True)` adds a run one row after the other, so a
+frequent token takes long: 2.4 ms for 43,008 rows of 768, 3,303 of them of one token, on an H200. Here each program adds the
+rows of a chunk of sorted positions: 0.19 ms. A run within a chunk is done then; what chunks hold of a longer run is added by a
+second kernel.
 """
 
 from __future__ import annotations
@@ -36,8 +37,8 @@ def _chunk_kernel(
     total_ptr, keys_ptr, order_ptr, rows_ptr, parts_ptr, n, width,
     CHUNK: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Add the runs that lie in chunk `program_id(0)` to their rows of total. Of a run that began before the chunk, write the sum to
-    parts [chunk, 0]; of one that begins in it and goes on, to parts [chunk, 1]."""
+    """Add the runs that lie in chunk `program_id(0)` to their rows of total. Write the sum of a run that began before the chunk
+    to parts [chunk, 0], and of one that begins in it and goes on to parts [chunk, 1]."""
     chunk = tl.program_id(0)
     first = chunk * CHUNK
     cols = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -122,9 +123,7 @@ def add_token_rows(total: Tensor, ids: Tensor, rows: Tensor, *, backend: Backend
     grid = cdiv(n, _CHUNK), cdiv(width, columns)
     parts = total.new_empty(grid[0], 2, width)
     with on_device_of(total):
-        _chunk_kernel[grid](
-            total, keys, order, rows, parts, n, width, CHUNK=_CHUNK, COLUMNS=columns, num_warps=_WARPS
-        )
+        _chunk_kernel[grid](total, keys, order, rows, parts, n, width, CHUNK=_CHUNK, COLUMNS=columns, num_warps=_WARPS)
         _long_run_kernel[grid](total, keys, parts, n, width, CHUNK=_CHUNK, COLUMNS=columns, num_warps=_WARPS)
 
 

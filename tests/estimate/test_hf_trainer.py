@@ -140,6 +140,14 @@ def test_a_plan_has_both_rows() -> None:
     assert plan.sentence().startswith("As it is: ")
 
 
+def test_the_trainer_captures_no_steps() -> None:
+    """So neither row is of a CUDA graph step, and neither says why not."""
+    plan = planned("max_length=512")
+    for fit in (plan.plain, plan.managed):
+        assert fit.step is not None and fit.step.launch > 0, fit.notes
+        assert not any("launched" in note.lower() or "captured" in note for note in fit.notes)
+
+
 def test_gradient_checkpointing_holds_one_input_of_each_layer() -> None:
     def after_layers(plan: TrainerPlan) -> int:
         roles = next(level.by_role for level in plan.plain.levels[0] if level.where == "model.layers.3.mlp forward")
@@ -195,6 +203,7 @@ def test_placements_are_chosen_where_keeping_everything_does_not_fit() -> None:
         (["--hf=lora_r=4", "--hf=lora_target_modules=gate_proj"], "'gate_proj' is not counted"),
         (["--hf=lora_r=4", "--hf=lora_target_modules=qproj"], "the nearest valid name is 'q_proj'"),
         (["--set=train.batch=4"], "'train.batch=4' is for Forebay's trainer"),
+        (["--set=memory.graph=true"], "--set memory.graph=true is for Forebay's trainer"),
         (["--pp=2"], "--pp is for Forebay's trainer"),
         (["--search=mesh"], "--search is for Forebay's trainer"),
     ],

@@ -330,6 +330,11 @@ def plan_trainer(
                 "and --hf NAME=VALUE"
             )
         apply_override(raw, override)
+    if "graph" in memory:
+        raise UsageError(
+            f"--set memory.graph={json.dumps(memory['graph'])} is for Forebay's trainer: transformers' Trainer captures no "
+            "steps; leave it out"
+        )
     run = _TrainerRun.of(arguments, raw, world)
     recompute = {"policy": "recompute" if arguments.gradient_checkpointing else "keep"}
     plain = run.config(experts="transformers", loss="transformers", memory=recompute)
@@ -390,7 +395,7 @@ class _TrainerRun:
         return _TrainerRun(a, model, world, loaded, balance, bool(raw["memory"]["compile"]))
 
     def config(self, memory: Mapping[str, Any], **model: Any) -> Config:
-        """Forebay's configuration of the same steps."""
+        """Forebay's configuration of the same steps, which the host launches."""
         a = self.arguments
         sequences = a.per_device_train_batch_size
         train = {
@@ -403,7 +408,7 @@ class _TrainerRun:
             {
                 "model": {**self.model, **model},
                 "train": train,
-                "memory": memory,
+                "memory": {**memory, "graph": False},
                 "optimizer": {"fused": a.optim == "adamw_torch_fused"},
                 "device": {"type": "cuda"},
             }

@@ -6,9 +6,10 @@ import pytest
 
 from forebay.config import from_mapping
 from forebay.config.fast_path import GRAPH_NODES
+from forebay.estimate.device import load
 from forebay.estimate.fit import headroom, largest_total, least_budget, planning_error
 from forebay.estimate.layers import plan_layers
-from forebay.estimate.plan import fit_run
+from forebay.estimate.plan import Fit, fit_run
 
 GIB = 1 << 30
 TINY = {
@@ -66,13 +67,22 @@ def test_a_verdict_says_the_share_of_its_run(memory: dict[str, object], auto: in
     assert found.fullest.headroom(least_budget(total, error)) == 0
 
 
+def planned(graph: bool, device: str = "cuda") -> Fit:
+    """A step of 4 microbatches of 2 layers."""
+    model = {"family": "qwen3_moe", "config": TINY, "dtype": "bfloat16"}
+    sections = {"model": model, "train": {"batch": 4, "microbatch": 1, "sequence": 64}, "memory": {"graph": graph}}
+    config = from_mapping({**sections, "device": {"type": device}})
+    return fit_run(config, plan_layers(config, 1), 1, device=load("h200"))
+
+
 def test_the_nodes_of_a_graph_are_counted() -> None:
-    """For each of 2 layers and 4 microbatches."""
+    graph, called = planned(True), planned(False)
+    assert graph.ranks[0].other - called.ranks[0].other == 8 * GRAPH_NODES
 
-    def other(graph: bool) -> int:
-        model = {"family": "qwen3_moe", "config": TINY, "dtype": "bfloat16"}
-        sections = {"model": model, "train": {"batch": 4, "microbatch": 1, "sequence": 64}, "memory": {"graph": graph}}
-        config = from_mapping({**sections, "device": {"type": "cuda"}})
-        return fit_run(config, plan_layers(config, 1), 1).ranks[0].other
 
-    assert other(graph=True) - other(graph=False) == 8 * GRAPH_NODES
+def test_a_cpu_captures_no_graph() -> None:
+    """The run says so, and calls its steps with the engine of a graph's."""
+    fit = planned(True, "cpu")
+    assert fit.step is not None and fit.step.launch > 0 and fit.ranks[0].other == 0
+    assert any("no CUDA device to capture steps on" in note for note in fit.notes)
+    assert not any("captured step's memory" in note for note in fit.notes)

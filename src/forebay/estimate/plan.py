@@ -388,7 +388,7 @@ def _estimator(
     experts = routing.experts
     check_experts(p.ep, experts)
     facts = traces.facts(c.model, declared)
-    notes = _notes(c, facts.attention, experts)
+    notes = _notes(c, facts.attention, experts, sharing.gpu)
     placements, recompute_experts = dict[str, str](), set[int]()
     if auto is None:
         placements, recompute_experts = _placements(c, facts, notes)
@@ -475,7 +475,7 @@ def _light_experts(config: Config, paths: Sequence[str]) -> list[str]:
     return [path for path in paths if path.endswith(".experts")]
 
 
-def _notes(config: Config, attention: str, experts: int) -> list[str]:
+def _notes(config: Config, attention: str, experts: int, gpu: bool) -> list[str]:
     notes, memory = [], config.memory
     if not experts:
         notes.append("A dense model: it has no experts.")
@@ -497,6 +497,8 @@ def _notes(config: Config, attention: str, experts: int) -> list[str]:
             "Not counted: the masks of data.packing = 'documents', a byte for each pair of tokens of a sequence, and that "
             "attention is slower with them."
         )
-    if config.step.graph:
+    if config.step.graph and gpu:
         notes.append("A captured step's memory is its own: what the optimizer needs for a moment comes on top.")
+    elif config.step.graph:
+        notes.append("memory.graph = true: there is no CUDA device to capture steps on, so they are called.")
     return notes

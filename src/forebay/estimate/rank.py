@@ -117,9 +117,14 @@ class RunEstimator:
         return LayerTimer(self.clock, self.config, self.trace)
 
     @property
+    def captured(self) -> bool:
+        """Whether the step is a CUDA graph. On a CPU, a run with `memory.graph` calls its steps."""
+        return self.config.step.graph and self.sharing.gpu
+
+    @property
     def launch(self) -> float:
         """Seconds of the host for a launch; 0 for a CUDA graph step."""
-        return 0.0 if self.config.step.graph else self.clock.device.at("launch")
+        return 0.0 if self.captured else self.clock.device.at("launch")
 
     def error(self, placements: Mapping[str, str]) -> float:
         """The share for the plan's own error; see `forebay.estimate.fit`."""
@@ -187,7 +192,7 @@ class RunEstimator:
     def _graph_bytes(self, stages: Mapping[int, StageLayers]) -> int:
         """Bytes that the nodes of a step's CUDA graph take on a rank with these stages."""
         layers = sum(len(stage.layers) for stage in stages.values())
-        return GRAPH_NODES * layers * self.plan.microbatches if self.config.step.graph else 0
+        return GRAPH_NODES * layers * self.plan.microbatches if self.captured else 0
 
     def _fit(self, number: int, walked: Walked, placements: Mapping[str, str], graph: int) -> RankFit:
         cached = walked.reserved - walked.peak.allocated if self.sharing.gpu else 0
@@ -211,7 +216,7 @@ class RunEstimator:
             shortened(actions, self.engine),
             self._adding_tokens() if self._sums_vocabulary() else 0,
             self.hidden * self.sharing.compute,
-            graph=c.step.graph,
+            graph=self.captured,
             at_once=self._at_once(),
             tied=self.weights.tied,
             least=(_LEAST_PIPELINE if pipeline else _LEAST) if self.sharing.gpu else 1,
@@ -348,7 +353,7 @@ class StepTimer:
             tokens=config.train.batch * config.train.sequence,
             measured=bool(device.measured()),
             launch=launch,
-            around=(GRAPH_STEP_LAUNCHES if config.step.graph else STEP_LAUNCHES) * device.at("launch"),
+            around=(GRAPH_STEP_LAUNCHES if self.run.captured else STEP_LAUNCHES) * device.at("launch"),
         )
 
     def _sharding(self) -> ShardingTime:

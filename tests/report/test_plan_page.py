@@ -98,6 +98,7 @@ def test_the_highest_level_is_the_peak_of_the_table(tmp_path: Path, device: str)
         assert f"{used}; taken from the GPU {format_bytes(most.total)}" in text.sections["step"]
         assert f"{format_bytes(most.reserved)} of it reserved by torch's allocator" in text.sections[""]
         assert "allocated at most" not in text.sections[""]
+        assert "symmetric memory, a CUDA graph's nodes" in text.sections["ranks"]
 
 
 SECONDS = {"schedule": 2.0, "launched": 2.0, "gather": 0.1, "reduce": 0.1, "optimizer": 0.3, "host": 1.0}

@@ -46,7 +46,7 @@ class RankFit:
     Attributes:
         activations: saved for backward.
         transient: needed while sublayers run, unsharded weights, and buffers of reductions.
-        other: not the allocator's: CUDA context, communicators, symmetric memory.
+        other: not the allocator's: CUDA context, communicators, symmetric memory, nodes of a CUDA graph.
         where: what runs then.
         cached: what the caching allocator reserves at most besides the columns before; 0 on a CPU.
         error: share of the total by which the run may take more or less; see `planning_error`.
@@ -65,7 +65,7 @@ class RankFit:
 
     @property
     def allocated(self) -> int:
-        """Peak of what is in use, context and communicators included."""
+        """Peak of what is in use, `other` included."""
         return self.parameters + self.gradients + self.optimizer + self.activations + self.transient + self.other
 
     @property

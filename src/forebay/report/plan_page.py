@@ -296,7 +296,9 @@ def _ranks_lead(fit: Fit) -> str:
             "Cached memory is reserved by the caching allocator but not in use; it is not returned to the GPU."
         )
     if any(rank.other for rank in fit.ranks):
-        notes.append("Other memory is outside of the allocator: CUDA's context, NCCL, symmetric memory.")
+        notes.append(
+            "Other memory is outside of the allocator: CUDA's context, NCCL, symmetric memory, a CUDA graph's nodes."
+        )
     return " ".join(notes)
 
 

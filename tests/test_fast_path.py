@@ -83,6 +83,9 @@ TABLE: list[tuple[dict[str, dict[str, Any]], Facts, tuple[bool, bool, bool, floa
     ({"parallel": {"ep": 1, "reshard": True}}, ONE, HOST, "host-launched: parallel.reshard = true"),
     ({"parallel": {"ep": 1}, "optimizer": {"fused": False}}, ONE, HOST, "host-launched: optimizer.fused = false"),
     ({"parallel": {"ep": 1}}, dataclasses.replace(ONE, family="dbrx"), HOST, "host-launched: no model of family 'dbrx'"),
+    # A dense model has no grouped products.
+    ({"parallel": {"ep": 1}, "model": {"compute": ""}}, dataclasses.replace(ONE, family="llama"), HOST, "of family 'llama'"),
+    ({"parallel": {"ep": 1}, "train": {"batch": 64}}, dataclasses.replace(ONE, family="llama", layers=48), HOST, "'llama' ran"),
     ({"parallel": {"ep": 1}, "memory": {"policy": "auto", "budget": "1GiB"}}, ONE, HOST, "memory.policy with 'auto'"),
     ({"parallel": {"ep": 1}, "memory": {"policy": "recompute", "recompute": "full"}}, ONE, HOST, "memory.recompute = 'full'"),
     ({"parallel": {"ep": 1}}, TWO, HOST, "host-launched: steps of several processes"),

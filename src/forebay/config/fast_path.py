@@ -155,6 +155,7 @@ def _local_obstacles(c: Config, facts: Facts) -> Iterator[str]:
         yield f"steps of several processes that share no experts and no layers did not run in a graph; {_BESIDE}"
     if c.parallel.reshard is True:
         yield "parallel.reshard = true"
+    yield from _model_obstacles(c, facts, _LOCAL_FAMILIES, "one GPU")
     if facts.gathered > MOST_GATHERED:
         size = f"{facts.gathered / 2**30:.1f} GiB"
         yield f"its weights in {c.model.compute}, gathered for whole steps, would take {size} more; {_BESIDE}"
@@ -167,7 +168,6 @@ def _local_obstacles(c: Config, facts: Facts) -> Iterator[str]:
         yield "grouped products in float32 wait for sizes, as a graph cannot; model.compute = 'bfloat16' does not"
     if not c.optimizer.fused:
         yield f"optimizer.fused = false needs memory beside the graph's; {_BESIDE}"
-    yield from _model_obstacles(c, facts, _LOCAL_FAMILIES, "one GPU")
     yield from _placement_obstacles(c, facts, {"keep", "offload", "recompute"}, "one GPU")
 
 

@@ -148,17 +148,38 @@ def test_a_first_replay_that_does_not_end_is_ended_and_its_step_called(pretence:
     assert len(engine.calls) == 6 and not engine.step.is_captured
 
 
-def test_a_replay_of_a_long_step_is_waited_for(pretence: Pretence, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It ends after 3 s, where replays of short steps have 1 s."""
-    engine = Engine(pretence, ends=1)
+@pytest.mark.parametrize("alone", [True, False])
+def test_a_replay_of_a_long_step_is_waited_for(
+    pretence: Pretence, monkeypatch: pytest.MonkeyPatch, alone: bool
+) -> None:
+    """It ends after 3 s, where short steps have 1 s. Other processes would wait in a collective, which has a timeout."""
+    flags = MagicMock(open=lambda: setattr(pretence, "ends", True))
+    engine = Engine(pretence, flags=[flags], ends=1, alone=alone)
     for _ in range(3):
         engine.run(3, 5)
     pretence.ends, pretence.milliseconds = False, 1e3
     clock = iter(range(100))
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
-    monkeypatch.setattr(time, "sleep", lambda _: setattr(pretence, "ends", next(clock) >= 3))
+    monkeypatch.setattr(time, "sleep", lambda _: setattr(pretence, "ends", pretence.ends or next(clock) >= 3))
     engine.run(3, 5)
-    assert engine.step.is_captured and engine.step.eager_reason is None
+    assert engine.step.is_captured == alone
+    assert engine.step.eager_reason == (None if alone else "its first replay did not end within 1 s")
+
+
+def test_what_is_made_to_end_has_no_longer_than_what_ends_by_itself(
+    pretence: Pretence, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However long a called step took: flags are open, so it ends at once or never."""
+    engine = Engine(pretence, ends=1, alone=True)
+    for _ in range(3):
+        engine.run(3, 5)
+    pretence.ends, pretence.milliseconds = False, 5e3
+    clock = iter(range(100))
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    with pytest.raises(RuntimeError, match="does not end although all flags"):
+        engine.run(3, 5)
+    assert 20 < next(clock) < 30
 
 
 def test_results_of_one_step_stay_when_the_next_one_runs(pretence: Pretence) -> None:

@@ -58,8 +58,9 @@ class CudaGraphStep:
         timed_graphs: number of graphs to time, one after the other; the same on all processes.
         plan_again: called after the replays of each timed graph, before the next capture, to plan by the measured times.
         flags: by which streams of the graph wait for each other.
-        ends: seconds within which the first replay has to end, if a called step takes no longer: else `_SLOWER` times as long
-            as the last one. A process that waits for another one that long gives up as well.
+        ends: seconds within which the first replay has to end, and again once it is made to. A process that waits for another one
+            longer than both gives up.
+        alone: no other process waits for this one: `_SLOWER` times the last called step is waited for if that is longer.
         forget: called after a first replay that did not end by itself, on all processes, before its step is called: clears what
             it noted elsewhere.
 
@@ -83,6 +84,7 @@ class CudaGraphStep:
         plan_again: Callable[[], None] = lambda: None,
         flags: Sequence[Flags] = (),
         ends: float = 300.0,
+        alone: bool = False,
         forget: Callable[[], None] = lambda: None,
     ):
         self.eager_reason: str | None = None
@@ -90,7 +92,7 @@ class CudaGraphStep:
         self._body, self._states, self._device, self._version = body, list(states), device, version
         self._all_agree, self._ready, self._around, self._flags = all_agree, ready, around, flags
         self._timed_graphs, self._plan_again = timed_graphs, plan_again  # graphs still to be timed
-        self._ends, self._forget = ends, forget
+        self._ends, self._alone, self._forget = ends, alone, forget
         self._replays = 0  # of a timed graph
         # Autograd remembers the stream on which a parameter's gradient is accumulated: it is this one from the first step on.
         self._stream = torch.cuda.Stream(device)
@@ -192,8 +194,10 @@ class CudaGraphStep:
         return results
 
     def _patience(self) -> float:
-        """Seconds that a replay may take. Steps were called before it, and the capture waited for the last one."""
+        """Seconds that the first replay may take. Steps were called before it, and the capture waited for the last one."""
         start, end = self._around_call
+        if not self._alone:
+            return self._ends
         return max(self._ends, _SLOWER * start.elapsed_time(end) / 1e3)
 
     def _release_outdated(self, signature: Any) -> None:
@@ -273,7 +277,7 @@ class CudaGraphStep:
         return True
 
     def _force_end(self, end: torch.cuda.Event) -> None:
-        deadline = time.monotonic() + self._patience()
+        deadline = time.monotonic() + self._ends
         while not end.query():
             if time.monotonic() > deadline:
                 raise RuntimeError(

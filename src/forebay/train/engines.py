@@ -186,6 +186,7 @@ class GradientEngine:
             plan_again=memory.manager.plan_again,
             flags=[memory.manager.store.lanes.flags, self._runtime.context.flags],
             ends=min(_REPLAY_ENDS, _REPLAY_SHARE * config.parallel.timeout),
+            alone=mesh.size == 1,
             # A process whose graph did not go on was late for the others.
             forget=dispatcher.clear_lost if dispatcher is not None else lambda: None,
         )

@@ -304,6 +304,11 @@ PLAN, TRAIN = ["plan", "{folder}/config.toml"], ["train", "{folder}/config.toml"
         (PLAN, ["--skew=0.5"], ["--skew 0.5"]),
         (PLAN, ["--skew=inf"], ["--skew inf"]),
         (PLAN, ['--set=memory.policy={"model.nothing" = "offload"}'], ["matches no module"]),
+        (
+            PLAN,
+            ['--set=memory.policy={"model.layers" = "recompute"}'],
+            ["'model.layers' matches no module"],
+        ),  # a module list
         (PLAN, ["--device=h20"], ["did you mean 'h200'?", "--save-profile"]),
         (PLAN, ["--search", "microbatch"], ["--search microbatch needs --budget"]),
         (["plan", "qwen3-30b"], ["--gpus=8"], ["the nearest valid name is 'qwen3-30b-a3b'", "published models are"]),

@@ -50,6 +50,7 @@ MORE: list[dict[str, Any]] = [
     {"memory": {"policy": "offload"}},
     {"memory": {"policy": {"model.layers.*": "recompute"}}},
     {"memory": {"policy": {"model": "offload"}}},
+    {"memory": {"policy": {"model.layers": "recompute"}}},  # a list, which is no region
     {"memory": {"policy": {"*.self_attn": "recompute", "*.experts": "keep"}}},
     {"memory": {"policy": {"no such module": "recompute"}}},
     {"model": {"config": {**MODEL, "hidden_size": 20}}},  # 40 bytes a row, which symmetric memory does not take

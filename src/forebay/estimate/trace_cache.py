@@ -19,14 +19,14 @@ from forebay.errors import UsageError, first_line
 from forebay.estimate.state import WeightShapes, weight_shapes
 from forebay.estimate.trace import base_path, trace_model
 from forebay.estimate.types import ModelTrace, Shape
-from forebay.models.families import UnknownLayerError, decoder_layers
+from forebay.models.families import UnknownLayerError, called_paths, decoder_layers
 from forebay.pipeline.schedule import Action, make_plan
 from forebay.train import hf_io
 
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """A model's parameter shapes, module paths, the path of its layers, and the attention that is counted."""
+    """A model's parameter shapes, paths of modules that can be regions, the path of its layers, and the attention counted."""
 
     weights: WeightShapes
     paths: tuple[str, ...]
@@ -82,7 +82,7 @@ class TraceCache:
                     f"the layers of this model cannot be planned: {type(model).__name__} has the sublayers "
                     f"{', '.join(sorted(sublayers)) or 'none'}, and plans know self_attn and mlp"
                 )
-            paths = tuple(name for name, _ in model.named_modules())
+            paths = tuple(called_paths(model))
             self._facts[key] = ModelFacts(weight_shapes(model), paths, f"{base_path(model)}.layers", attention)
             self._models[key] = model
         return self._facts[key]

@@ -79,6 +79,11 @@ def has_decoder_layers(model: nn.Module) -> bool:
     return any(_layer_base(module) is not None for module in model.modules())
 
 
+def called_paths(model: nn.Module) -> list[str]:
+    """Paths of the modules of `model` that can be regions, in module order: a module list is never called, so it is none."""
+    return [path for path, module in model.named_modules() if type(module).forward is not nn.Module.forward]
+
+
 def moe_blocks(model: nn.Module) -> list[MoeBlock]:
     """The MoE blocks below `model` that call their experts with the output of a router, in module order."""
     known = _Known()

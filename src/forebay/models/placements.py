@@ -19,7 +19,7 @@ from torch import nn
 from forebay.memory.overrides import CallSite, ModuleCallSite, drop_setting, put_setting
 from forebay.memory.page_store import PageStore
 from forebay.models.blocks import Sublayers
-from forebay.models.families import absent_layers, decoder_layers, innermost, moe_blocks
+from forebay.models.families import absent_layers, called_paths, decoder_layers, innermost, moe_blocks
 from forebay.models.hf_experts import light_recompute_of
 from forebay.models.low_rank import is_adapted, why_unsupported
 from forebay.moe.dispatch import TokenDispatcher
@@ -112,17 +112,14 @@ def _claims(
     dispatcher: TokenDispatcher | None,
     recompute: str,
 ) -> list[Claim]:
-    """Claims of a mapping on the modules that are here; its patterns may also match layers that other ranks hold. A module
-    list is never called, so it is no region."""
-    here = [
-        path for path, m in model.named_modules() if path not in sealed and type(m).forward is not nn.Module.forward
-    ]
+    """Claims of a mapping on the modules that are here; its patterns may also match layers that other ranks hold."""
+    here = [path for path in called_paths(model) if path not in sealed]
     here = list(dict.fromkeys([*here, *default]))  # layers may share a module, which has one name only
     elsewhere = [
         f"{path}.{name}" if name else path
         for path, layer in absent_layers(model)
         # Paths inside a compiled sublayer are sealed on other ranks too.
-        for name in (_unsealed(layer, dispatcher) if sealed else (name for name, _ in layer.named_modules()))
+        for name in (_unsealed(layer, dispatcher) if sealed else called_paths(layer))
     ]
     light = []
     if recompute == "light":

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from forebay.config import Config, Facts, FastPath, is_open, resolve
 from forebay.config.sections import AUTO
-from forebay.models.families import UnknownLayerError, decoder_layers
+from forebay.models.families import UnknownLayerError, called_paths, decoder_layers
 from forebay.moe.backends import peers_are_reachable, symmetric_takes, topology_of
 from forebay.policy import PolicyError, is_inside
 from forebay.policy import resolve as assign
@@ -27,7 +27,7 @@ class Outline:
 
     Attributes:
         parameters: their number; of tied weights, once.
-        paths: of all modules.
+        paths: of the modules that can be regions.
         sublayers: paths of the sublayers of its decoder layers.
     """
 
@@ -101,7 +101,7 @@ def _outline(config: Config, declared: Any) -> Outline:
         sublayers = [path for layer in decoder_layers(model) for path in (layer.attention_path, layer.block_path)]
     except UnknownLayerError:
         sublayers = []
-    return Outline(sum(p.numel() for p in model.parameters()), [name for name, _ in model.named_modules()], sublayers)
+    return Outline(sum(p.numel() for p in model.parameters()), called_paths(model), sublayers)
 
 
 def _container(policy: str | Mapping[str, str], sketch: Outline) -> str | None:

@@ -287,6 +287,7 @@ def test_plan_of_the_largest_model_without_its_weights(plan: Plan) -> None:
     assert held == pytest.approx(12 * fit["parameters"], rel=0.01)
 
 
+CONTAINER = '--set=memory.policy={"model.layers.0" = "offload"}'
 PLAN, TRAIN = ["plan", "{folder}/config.toml"], ["train", "{folder}/config.toml"]
 
 
@@ -309,6 +310,12 @@ PLAN, TRAIN = ["plan", "{folder}/config.toml"], ["train", "{folder}/config.toml"
             ['--set=memory.policy={"model.layers" = "recompute"}'],
             ["'model.layers' matches no module"],
         ),  # a module list
+        (
+            PLAN,
+            [CONTAINER, "--set=memory.graph=true"],
+            ["memory.graph: the policy places 'model.layers.0'", "name sublayers"],
+        ),
+        (PLAN, [CONTAINER, "--pp=2", *PIPELINE], ["parallel.pp: the policy places 'model.layers.0'"]),
         (PLAN, ["--device=h20"], ["did you mean 'h200'?", "--save-profile"]),
         (PLAN, ["--search", "microbatch"], ["--search microbatch needs --budget"]),
         (["plan", "qwen3-30b"], ["--gpus=8"], ["the nearest valid name is 'qwen3-30b-a3b'", "published models are"]),
@@ -320,6 +327,7 @@ PLAN, TRAIN = ["plan", "{folder}/config.toml"], ["train", "{folder}/config.toml"
         (["plan", "x" * 300], [], ["'xxx", "is no path: File name too long"]),
         (TRAIN, ["--set=train.stpes=3"], ["'stpes'", "[train]", "nearest valid key is 'steps'"]),
         (TRAIN, ['--set=memory.policy={"*.no" = "offload"}'], ["'*.no' matches no module", "nearest paths"]),
+        (TRAIN, [CONTAINER, "--set=memory.graph=true"], ["memory.graph: the policy places 'model.layers.0'"]),
         (
             TRAIN,
             ["--set=memory.policy=auto", "--set=memory.budget=1KiB", "--set=train.steps=20"],

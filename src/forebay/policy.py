@@ -142,6 +142,28 @@ def is_inside(path: str, others: Iterable[str]) -> bool:
     return any(path.startswith(f"{other}.") or not other for other in others)
 
 
+def container_of(placements: Mapping[str, str], sublayers: Iterable[str]) -> str | None:
+    """The first path that is placed and that contains sublayers; None if there is none. An engine runs the sublayers in it.
+
+    Args:
+        placements: module path to placement.
+    """
+    inner = list(sublayers)
+    placed = (path for path, placement in placements.items() if placement != "keep")
+    return next((path for path in placed if any(is_inside(sublayer, [path]) for sublayer in inner)), None)
+
+
+def refuse_containers(placements: Mapping[str, str], sublayers: Iterable[str]) -> None:
+    """Raise PolicyError if a path is placed that contains sublayers: an engine runs these, and never the module there."""
+    inner = list(sublayers)
+    if (path := container_of(placements, inner)) is not None:
+        named = [sublayer for sublayer in inner if is_inside(sublayer, [path])][:2]
+        raise PolicyError(
+            f"the policy places {path or 'the whole model'!r} as {placements[path]!r}, but an engine runs the sublayers in it "
+            f"separately; name sublayers, such as {' and '.join(named)}"
+        )
+
+
 def _parents(path: str) -> list[str]:
     """All proper ancestors: ``a.b.c`` gives ``["", "a", "a.b"]``; the root has none."""
     if not path:

@@ -340,13 +340,21 @@ class Config:
         return StepSettings(bool(graph), bool(overlap), bool(reshard), float(capacity_factor))
 
     @property
-    def has_engine(self) -> bool:
-        """Whether an engine of `forebay.pipeline` runs the layers of a step: for a pipeline, overlap or a CUDA graph.
+    def engine_key(self) -> str:
+        """The key for which an engine of `forebay.pipeline` runs the layers of a step: a pipeline, overlap or a CUDA graph; "" if
+        there is no engine.
 
         Raises:
             ValueError: as `step`.
         """
-        return self.parallel.pp > 1 or self.step.overlap or self.step.graph
+        if self.parallel.pp > 1:
+            return "parallel.pp"
+        return "parallel.overlap" if self.step.overlap else "memory.graph" if self.step.graph else ""
+
+    @property
+    def has_engine(self) -> bool:
+        """Whether an engine of `forebay.pipeline` runs the layers of a step; see `engine_key`."""
+        return bool(self.engine_key)
 
     def microbatch(self, world_size: int = 1) -> int:
         """Sequences a forward of each of the `world_size` processes that share the batch, with 0 resolved."""

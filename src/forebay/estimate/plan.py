@@ -31,7 +31,7 @@ from forebay.estimate.trace_cache import ModelFacts, TraceCache
 from forebay.estimate.types import Shape
 from forebay.estimate.walk import StepLevel
 from forebay.models.catalog import PUBLISHED, find
-from forebay.policy import PLACEMENTS, format_bytes, is_inside, resolve
+from forebay.policy import PLACEMENTS, PolicyError, format_bytes, is_inside, refuse_containers, resolve
 from forebay.train.hf_io import declared_by
 from forebay.train.parallel import experts_in
 
@@ -299,8 +299,8 @@ def fit_run(
         processes: that may estimate ranks at the same time; see `forked_map`.
 
     Raises:
-        UsageError: a model that cannot be traced, experts that the processes do not divide, a pattern that matches nothing, or a
-            budget below the parameters alone.
+        UsageError: a model that cannot be traced, experts that the processes do not divide, a pattern that matches nothing, a
+            placement that the run's engine refuses, or a budget below the parameters alone.
     """
     traces = traces or TraceCache()
     path = fast_path_of(config, world, traces)
@@ -439,7 +439,13 @@ def _placements(config: Config, facts: ModelFacts, notes: list[str]) -> tuple[di
     found: dict[str, str] = {}
     uncounted: list[str] = []
     recompute_experts: set[int] = set()
-    for claim in resolve(policy, paths, experts=_light_experts(config, paths), everything=sublayers):
+    claims = resolve(policy, paths, experts=_light_experts(config, paths), everything=sublayers)
+    if config.has_engine:
+        try:
+            refuse_containers({claim.path: claim.placement for claim in claims}, sublayers)
+        except PolicyError as error:
+            raise UsageError(f"{config.engine_key}: {error}") from error
+    for claim in claims:
         inside = [h for h in sublayers if h == claim.path or is_inside(h, [claim.path])]
         moe_path = claim.path.removesuffix(".experts")
         if inside:

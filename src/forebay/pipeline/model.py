@@ -25,7 +25,7 @@ from forebay.models.families import all_layers
 from forebay.models.fused_loss import head_loss
 from forebay.models.linear_cross_entropy import linear_cross_entropy_into
 from forebay.moe.dispatch import Front, TokenDispatcher
-from forebay.policy import is_inside
+from forebay.policy import refuse_containers
 
 
 def adds_at_once(tokens: int, vocabulary: int, width: int) -> bool:
@@ -118,13 +118,7 @@ class CutModel:
                 f"only {len(found)} of {len(base.layers)} decoder layers are of a family that Forebay knows: "
                 "the model cannot be cut"
             )
-        for path, placement in memory.placements.items():
-            inside = [sublayer for sublayer in memory.sublayers if is_inside(sublayer, [path])]
-            if placement != "keep" and inside:
-                raise ValueError(
-                    f"the policy places {path or 'the whole model'!r} as {placement!r}, but an engine runs the sublayers in it "
-                    f"separately; name sublayers, such as {' and '.join(inside[:2])}"
-                )
+        refuse_containers(memory.placements, memory.sublayers)
         self.head_sum: Tensor | None = None
         self.embedded: list[tuple[Tensor, Tensor]] | None = None
         self.embedded_sum: Tensor | None = None

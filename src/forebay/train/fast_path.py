@@ -15,7 +15,7 @@ from forebay.config import Config, Facts, FastPath, is_open, resolve
 from forebay.config.sections import AUTO
 from forebay.models.families import UnknownLayerError, called_paths, decoder_layers
 from forebay.moe.backends import peers_are_reachable, symmetric_takes, topology_of
-from forebay.policy import PolicyError, is_inside
+from forebay.policy import PolicyError, container_of
 from forebay.policy import resolve as assign
 from forebay.train.distributed import Mesh
 from forebay.train.hf_io import declared_by, skeleton
@@ -113,5 +113,4 @@ def _container(policy: str | Mapping[str, str], sketch: Outline) -> str | None:
         claims = assign(policy, sketch.paths, experts=experts, everything=sketch.sublayers)
     except PolicyError:
         return None  # `forebay.manage` raises it
-    placed = [claim.path for claim in claims if claim.placement != "keep"]
-    return next((path for path in placed if any(is_inside(sublayer, [path]) for sublayer in sketch.sublayers)), None)
+    return container_of({claim.path: claim.placement for claim in claims}, sketch.sublayers)

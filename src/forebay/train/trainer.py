@@ -172,8 +172,7 @@ class Trainer:
             if self.config.has_engine:
                 return LocalGradients(parts)
         except ValueError as error:
-            key = "parallel.pp" if self._stages else "parallel.overlap" if self.config.step.overlap else "memory.graph"
-            raise UsageError(f"{key}: {error}") from error
+            raise UsageError(f"{self.config.engine_key}: {error}") from error
         return None
 
     def __enter__(self) -> Self:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from forebay.config import from_mapping
@@ -16,6 +18,7 @@ TINY = {
     "hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2,
     "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 256, "num_hidden_layers": 2,
 }  # fmt: skip
+DENSE = {key: value for key, value in TINY.items() if "moe" not in key and "experts" not in key}
 
 
 @pytest.mark.parametrize(
@@ -67,9 +70,9 @@ def test_a_verdict_says_the_share_of_its_run(memory: dict[str, object], auto: in
     assert found.fullest.headroom(least_budget(total, error)) == 0
 
 
-def planned(graph: bool, device: str = "cuda") -> Fit:
+def planned(graph: bool, device: str = "cuda", **more: Any) -> Fit:
     """A step of 4 microbatches of 2 layers."""
-    model = {"family": "qwen3_moe", "config": TINY, "dtype": "bfloat16"}
+    model = {"family": "qwen3_moe", "config": TINY, "dtype": "bfloat16", **more}
     sections = {"model": model, "train": {"batch": 4, "microbatch": 1, "sequence": 64}, "memory": {"graph": graph}}
     config = from_mapping({**sections, "device": {"type": device}})
     return fit_run(config, plan_layers(config, 1), 1, device=load("h200"))
@@ -83,6 +86,24 @@ def test_the_nodes_of_a_graph_are_counted() -> None:
 def test_a_cpu_captures_no_graph() -> None:
     """The run says so, and calls its steps with the engine of a graph's."""
     fit = planned(True, "cpu")
-    assert fit.step is not None and fit.step.launch > 0 and fit.ranks[0].other == 0
-    assert any("no CUDA device to capture steps on" in note for note in fit.notes)
+    assert_called(fit, "there is no CUDA device to capture steps on")
+    assert fit.ranks[0].other == 0
+
+
+def test_grouped_products_in_float32_are_called() -> None:
+    """The run gives its graph up in the first layer of experts. A dense model's is captured."""
+    fit, called = planned(True, dtype="float32"), planned(False, dtype="float32")
+    assert_called(fit, "grouped products in float32 wait for sizes")
+    assert fit.ranks[0].other == called.ranks[0].other
+    dense = planned(True, dtype="float32", family="qwen3", config=DENSE)
+    assert dense.step is not None and dense.step.launch == 0
+    assert any("captured step's memory" in note for note in dense.notes)
+
+
+def assert_called(fit: Fit, why: str) -> None:
+    assert fit.step is not None and fit.step.launch > 0
+    assert any(
+        note.startswith(f"memory.graph = true: steps cannot be captured and are launched by the host: {why}")
+        for note in fit.notes
+    )
     assert not any("captured step's memory" in note for note in fit.notes)

@@ -106,6 +106,20 @@ def test_a_cuda_graph_has_memory_of_its_own() -> None:
     called, captured = walk(rank(sublayers)), walk(rank(sublayers, graph=True))
     assert captured.reserved >= called.reserved
     assert captured.peak.allocated == called.peak.allocated
+    assert walk(rank(sublayers, graph=True, fails=True)) == called
+
+
+def test_a_graph_that_cannot_be_captured_leaves_weights_gathered() -> None:
+    """64 Mi of them in 2 bytes, as the trainer gathers to the same memory from the first step on."""
+    group = ParamGroup(0, False, 1, (GroupParam("w", "", 64 * MIB, 64 * MIB, 64 * MIB),))
+    alone = Sharing(sharded=True, parameter=4, compute=2, summed=4, gathered=True, random=False)
+
+    def held(**more: bool) -> int:
+        run = AllocatorRun(replace(rank([part(0, "l.0.mlp", MIB, MIB)], groups=[group], **more), sharing=alone))
+        run.steps(2)
+        return run.allocator.allocated
+
+    assert held(graph=True, fails=True) - held() == 128 * MIB
 
 
 def test_a_replay_gathers_in_the_memory_of_its_graph() -> None:

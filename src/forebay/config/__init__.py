@@ -5,7 +5,7 @@
 """
 
 from forebay.config.checks import check_experts, check_world, split_replicas
-from forebay.config.fast_path import Facts, FastPath, is_open, resolve
+from forebay.config.fast_path import Facts, FastPath, is_open, resolve, why_called
 from forebay.config.loading import apply_override, build_section, from_mapping, load, presets
 from forebay.config.sections import (
     SCHEDULES,
@@ -49,4 +49,5 @@ __all__ = [
     "resolve",
     "split_replicas",
     "stages_of",
+    "why_called",
 ]

@@ -149,6 +149,24 @@ def resolve(c: Config, facts: Facts) -> FastPath:
     return _fast(c)
 
 
+def why_called(c: Config, gpu: bool, experts: int) -> str:
+    """Why a run with `memory.graph = true` calls its steps; "" if it captures them.
+
+    Args:
+        gpu: whether the processes compute on GPUs.
+        experts: of a MoE layer; 0 for a dense model.
+    """
+    if not gpu:
+        return "there is no CUDA device to capture steps on"
+    return next(_float32_obstacles(c), "") if experts else ""
+
+
+def _float32_obstacles(c: Config) -> Iterator[str]:
+    """Why a model with experts has no graph; `F.grouped_mm` is a loop over the experts in float32."""
+    if (c.model.compute or c.model.dtype) != "bfloat16":
+        yield "grouped products in float32 wait for sizes, as a graph cannot; model.compute = 'bfloat16' does not"
+
+
 def _local_obstacles(c: Config, facts: Facts) -> Iterator[str]:
     """Why a run without expert groups and pipeline is not among those that ran in a graph."""
     if facts.processes > 1:
@@ -164,8 +182,7 @@ def _local_obstacles(c: Config, facts: Facts) -> Iterator[str]:
     if nodes > MOST_NODES:
         what = f"{microbatches} microbatches of {facts.layers} layers"
         yield f"a graph of {what} has nodes of {nodes / 2**30:.1f} GiB; a larger train.microbatch makes fewer"
-    if (c.model.compute or c.model.dtype) != "bfloat16":
-        yield "grouped products in float32 wait for sizes, as a graph cannot; model.compute = 'bfloat16' does not"
+    yield from _float32_obstacles(c)
     if not c.optimizer.fused:
         yield f"optimizer.fused = false needs memory beside the graph's; {_BESIDE}"
     yield from _placement_obstacles(c, facts, {"keep", "offload", "recompute"}, "one GPU")
@@ -195,9 +212,10 @@ def _obstacles(c: Config, facts: Facts) -> Iterator[str]:
         yield "parallel.overlap = false"
     if not facts.gpu:
         yield "there is no GPU to capture steps on"
+    yield from _model_obstacles(c, facts, _PIPELINED_FAMILIES if p.pp > 1 else _FAMILIES, "several GPUs")
+    yield from _float32_obstacles(c)
     if (m.dtype, m.compute) != ("float32", "bfloat16"):
         yield f"model.dtype = 'float32' with model.compute = 'bfloat16' ran in a graph, this did not; {_BESIDE}"
-    yield from _model_obstacles(c, facts, _PIPELINED_FAMILIES if p.pp > 1 else _FAMILIES, "several GPUs")
     yield from _mesh_obstacles(c, facts)
     yield from _placement_obstacles(c, facts, {"keep", "offload"} if p.pp > 1 else {"keep", "stash"}, "several GPUs")
 

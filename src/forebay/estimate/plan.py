@@ -14,7 +14,7 @@ from math import gcd
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forebay.config import Config, apply_override, check_experts, from_mapping, load, presets
+from forebay.config import Config, apply_override, check_experts, from_mapping, load, presets, why_called
 from forebay.errors import UsageError, nearest
 from forebay.estimate.device import DEFAULT, DeviceProfile
 from forebay.estimate.device import load as load_device
@@ -388,7 +388,8 @@ def _estimator(
     experts = routing.experts
     check_experts(p.ep, experts)
     facts = traces.facts(c.model, declared)
-    notes = _notes(c, facts.attention, experts, sharing.gpu)
+    called = why_called(c, sharing.gpu, experts)
+    notes = _notes(c, facts.attention, experts, called)
     placements, recompute_experts = dict[str, str](), set[int]()
     if auto is None:
         placements, recompute_experts = _placements(c, facts, notes)
@@ -410,6 +411,7 @@ def _estimator(
         exchange=_dispatcher_bytes(c, text, shape, sharing),
         clock=Clock.of(device or load_device(DEFAULT), c, routing, sharing),
         actions=actions,
+        why_called=called,
         budget=budget,
         auto=auto,
     ), notes
@@ -481,7 +483,7 @@ def _light_experts(config: Config, paths: Sequence[str]) -> list[str]:
     return [path for path in paths if path.endswith(".experts")]
 
 
-def _notes(config: Config, attention: str, experts: int, gpu: bool) -> list[str]:
+def _notes(config: Config, attention: str, experts: int, called: str) -> list[str]:
     notes, memory = [], config.memory
     if not experts:
         notes.append("A dense model: it has no experts.")
@@ -503,8 +505,8 @@ def _notes(config: Config, attention: str, experts: int, gpu: bool) -> list[str]
             "Not counted: the masks of data.packing = 'documents', a byte for each pair of tokens of a sequence, and that "
             "attention is slower with them."
         )
-    if config.step.graph and gpu:
-        notes.append("A captured step's memory is its own: what the optimizer needs for a moment comes on top.")
+    if config.step.graph and called:
+        notes.append(f"memory.graph = true: steps cannot be captured and are launched by the host: {called}.")
     elif config.step.graph:
-        notes.append("memory.graph = true: there is no CUDA device to capture steps on, so they are called.")
+        notes.append("A captured step's memory is its own: what the optimizer needs for a moment comes on top.")
     return notes

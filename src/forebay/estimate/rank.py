@@ -80,6 +80,7 @@ class RunEstimator:
         exchange: bytes of the token dispatcher outside of the allocator.
         clock: of the device; of the default one if none is given.
         actions: by pipeline rank; None without a pipeline.
+        why_called: why a run with `memory.graph` calls its steps; "" if it captures them.
         budget: bytes a process may use; None if not given.
         auto: bytes within which placements are chosen, with a share for the plan's own error; None to take the configuration's.
     """
@@ -95,6 +96,7 @@ class RunEstimator:
     exchange: int
     clock: Clock
     actions: Sequence[Sequence[Action]] | None
+    why_called: str
     budget: int | None
     auto: int | None
 
@@ -118,8 +120,8 @@ class RunEstimator:
 
     @property
     def captured(self) -> bool:
-        """Whether the step is a CUDA graph. On a CPU, a run with `memory.graph` calls its steps."""
-        return self.config.step.graph and self.sharing.gpu
+        """Whether the step is a CUDA graph."""
+        return self.config.step.graph and not self.why_called
 
     @property
     def launch(self) -> float:
@@ -216,7 +218,8 @@ class RunEstimator:
             shortened(actions, self.engine),
             self._adding_tokens() if self._sums_vocabulary() else 0,
             self.hidden * self.sharing.compute,
-            graph=self.captured,
+            graph=c.step.graph and self.sharing.gpu,
+            fails=self.why_called != "",
             at_once=self._at_once(),
             tied=self.weights.tied,
             least=(_LEAST_PIPELINE if pipeline else _LEAST) if self.sharing.gpu else 1,

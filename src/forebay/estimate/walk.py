@@ -61,7 +61,8 @@ class RankRun:
         summed: if the engine sums the vocabulary's gradients itself: bytes that it takes for a moment to add a microbatch's
             gradients of embedded tokens; else 0.
         hidden: bytes of a microbatch's hidden states.
-        graph: the step is a CUDA graph.
+        graph: steps are to be captured in a CUDA graph.
+        fails: the capture fails: all steps are called.
         at_once: the engine adds the embedding's gradients as they are made.
         tied: embedding and head are one parameter.
         least: bytes below which nothing is offloaded.
@@ -75,6 +76,7 @@ class RankRun:
     summed: int
     hidden: int
     graph: bool = False
+    fails: bool = False
     at_once: bool = False
     tied: bool = False
     least: int = 1 << 20
@@ -184,13 +186,14 @@ class AllocatorRun:
     def steps(self, number: int) -> Walked:
         """Play whole steps with their optimizer's. A CUDA graph step is captured after them. A replay takes no more memory,
         but the gathering before it does, from the graph's pool."""
-        for n in range(number + self._run.graph):
+        captured = self._run.graph and not self._run.fails
+        for n in range(number + captured):
             self._levels = []
             self.gradients(captured=n == number)
             self._weights.optimize()
             self.note("", "optimizer")
             self.params.zero_grad()
-        if self._run.graph and isinstance(self.params, UnshardedLifecycle):
+        if captured and isinstance(self.params, UnshardedLifecycle):
             self.allocator.begin_graph()
             self.params.gather()
             self.allocator.end_graph()

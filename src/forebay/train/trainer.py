@@ -20,7 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from forebay.config import Config, Schedule, check_experts
+from forebay.config import Config, Schedule, check_experts, why_called
 from forebay.errors import NotFinite, UsageError
 from forebay.managed import Managed, manage
 from forebay.models.families import moe_blocks
@@ -209,7 +209,7 @@ class Trainer:
         """Whether steps run as a CUDA graph, or why not; None without `memory.graph`, and while it is undecided."""
         graph = self.cuda_graph
         if graph is None:
-            return "there is no CUDA device to capture steps on" if self.config.step.graph else None
+            return why_called(self.config, gpu=False, experts=0) if self.config.step.graph else None
         if graph.eager_reason is not None:
             return f"steps cannot be captured and are launched by the host: {graph.eager_reason}"
         freed = ", whose memory evaluations need: it is captured again after each" if self._freed_graph else ""

@@ -100,6 +100,39 @@ def test_grouped_products_in_float32_are_called() -> None:
     assert any("captured step's memory" in note for note in dense.notes)
 
 
+@pytest.mark.parametrize(
+    ("capturable", "graph", "sections"),
+    [
+        (True, False, {}),
+        (
+            True,
+            "auto",
+            {"model": {"family": "qwen3", "config": DENSE}},
+        ),  # its obstacle says that memory.graph = true tries it
+        (True, False, {"parallel": {"overlap": True}}),
+        (False, False, {"model": {"dtype": "float32"}}),
+        (False, False, {"parallel": {"reshard": True}}),
+        (False, "auto", {"data": {"packing": "documents"}}),
+        (False, "auto", {"memory": {"policy": {"model.layers.0": "recompute"}}}),
+        (False, "auto", {"device": {"type": "cpu"}}),
+    ],
+    ids=str,
+)
+def test_a_graph_is_advised_where_it_can_be_captured(
+    capturable: bool, graph: bool | str, sections: dict[str, dict[str, Any]]
+) -> None:
+    raw: dict[str, dict[str, Any]] = {
+        "model": {"family": "qwen3_moe", "config": TINY, "dtype": "bfloat16"},
+        "train": {"batch": 4, "microbatch": 1, "sequence": 64},
+        "device": {"type": "cuda"},
+        "memory": {"graph": graph},
+    }
+    config = from_mapping({name: {**raw.get(name, {}), **sections.get(name, {})} for name in {**raw, **sections}})
+    step = fit_run(config, plan_layers(config, 1), 1, device=load("h200")).step
+    assert step is not None and step.launch > 0 and step.limited_by_host
+    assert step.capturable == capturable == ("memory.graph = true" in step.sentence())
+
+
 def assert_called(fit: Fit, why: str) -> None:
     assert fit.step is not None and fit.step.launch > 0
     assert any(

@@ -237,6 +237,7 @@ def test_a_step_is_the_sum_of_its_parts() -> None:
     slow = StepTime("h200", 8.0, 9.0, 0.5, 0.25, 1.25, 9.0, (8.0,), (0.0,), 1000)
     assert slow.limited_by_host and slow.seconds == 11
     assert "memory.graph" in slow.sentence() and slow.as_dict()["limited_by_host"]
+    assert replace(slow, capturable=False).sentence().endswith("hosts differ by 1.6x).")
 
 
 def test_a_band_has_room_for_a_slower_host() -> None:

@@ -134,6 +134,7 @@ def test_a_step_that_waits_for_its_host_on_a_device_from_data_sheets() -> None:
     assert len(time_tiles(step)) == 2
     assert [row[1:3] for row in time_rows(step)[1:3]] == [["2.000 s", "44.4 %"], ["2.000 s", "44.4 %"]]
     assert "on h100, from data sheets" in time_section(step).lead and "memory.graph = true" in time_section(step).lead
+    assert time_section(replace(step, capturable=False)).lead.endswith("That is longer than they run.")
 
 
 def test_chosen_placements(small: Path, tmp_path: Path, run: Run) -> None:

@@ -87,6 +87,11 @@ class FastPath:
         return not self.obstacle and bool(self._taken)
 
     @property
+    def may_capture(self) -> bool:
+        """Whether steps are captured, or the obstacle says that `memory.graph = true` tries it."""
+        return self.config.step.graph or self.obstacle.endswith(_BESIDE)
+
+    @property
     def line(self) -> str:
         """The line that a run prints before its first step; "" if there was nothing to choose."""
         by_host = self.obstacle or ("" if self.config.memory.graph else self.reasons.get(GRAPH, ""))

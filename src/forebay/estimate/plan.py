@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from math import gcd
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from forebay.config import Config, apply_override, check_experts, from_mapping, load, presets, why_called
+from forebay.config.sections import AUTO
 from forebay.errors import UsageError, nearest
 from forebay.estimate.device import DEFAULT, DeviceProfile
 from forebay.estimate.device import load as load_device
@@ -303,7 +304,7 @@ def fit_run(
             placement that the run's engine refuses, or a budget below the parameters alone.
     """
     traces = traces or TraceCache()
-    path = fast_path_of(config, world, traces)
+    asked, path = config, fast_path_of(config, world, traces)
     config = path.config
     estimator, notes = _estimator(
         config, plan, budget, skew, device, auto, traces, sharing or sharing_of(config, world)
@@ -324,6 +325,9 @@ def fit_run(
     if device is not None and len(ranks) == config.parallel.pp:
         stall = max(rank.stall for rank in ranks)
         step = StepTimer(estimator, placements, [fit.parameters for fit in fits], stall).step()
+        # What "auto" would say of a graph, whatever was given.
+        opened = fast_path_of(replace(asked, memory=replace(asked.memory, graph=AUTO)), world, traces)
+        step = replace(step, capturable=opened.may_capture and not estimator.why_called)
     sublayers = tuple(sublayer for rank in ranks for sublayer in rank.sublayers)
     levels = tuple(rank.levels for rank in ranks)
     return Fit(fits, world, estimator.weights.total, budget, sublayers, tuple(notes), step, choices, levels)

@@ -58,6 +58,7 @@ class StepTime:
         measured: some figure of the device was measured on one; else all are from data sheets.
         around: seconds of the host between steps, while the device is idle.
         launch: seconds of the host that is assumed for a launch; 0 for a CUDA graph step.
+        capturable: `memory.graph = true` may capture the step.
     """
 
     device: str
@@ -73,6 +74,7 @@ class StepTime:
     measured: bool = True
     around: float = 0.0
     launch: float = 0.0
+    capturable: bool = True
 
     @property
     def gradients(self) -> float:
@@ -113,7 +115,7 @@ class StepTime:
         if self.limited_by_host:
             parts.append(
                 f"the host's launches take longest (of a host that takes {1e6 * self.launch:.1f} microseconds for each; hosts "
-                f"differ by {HOSTS}x): memory.graph = true captures them"
+                f"differ by {HOSTS}x)" + ": memory.graph = true captures them" * self.capturable
             )
         return "; ".join(parts) + "."
 

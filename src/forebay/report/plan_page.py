@@ -331,7 +331,7 @@ def time_section(step: StepTime) -> Section:
     if step.host:
         lead += f" The slowest host needs {duration(step.host)} to launch the schedule's kernels."
     if step.limited_by_host:
-        lead += " That is longer than they run: memory.graph = true captures the launches."
+        lead += " That is longer than they run" + ": memory.graph = true captures the launches" * step.capturable + "."
     return Section("time", "Time of a step", lead, join(_time_by_part(step), _time_by_rank(step)))
 
 

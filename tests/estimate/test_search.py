@@ -16,14 +16,14 @@ import pytest
 from rich.console import Console
 
 from forebay import cli
-from forebay.config import Config, from_mapping
+from forebay.config import Config, fast_path, from_mapping
 from forebay.errors import UsageError
 from forebay.estimate import search as search_module
 from forebay.estimate.device import load
 from forebay.estimate.fit import EAGER_ERROR, SEVERAL_GPUS_ERROR, RankFit, least_budget
 from forebay.estimate.layers import plan_layers
 from forebay.estimate.plan import Fit, PlanRequest, ask, fit_run, least_total
-from forebay.estimate.search import Candidate, MeshShape, divisors, largest, meshes, ranked, search
+from forebay.estimate.search import Candidate, MeshShape, divisors, largest, largest_of_both, meshes, ranked, search
 from forebay.estimate.trace import trace_model
 from forebay.estimate.trace_cache import TraceCache
 from forebay.estimate.types import ModelTrace
@@ -65,6 +65,37 @@ def test_the_largest_of_a_falling_headroom(rng: random.Random) -> None:
     assert (found.next.value if found.next else None) == (rest[0] if rest else None)
     assert len({t.value for t in found.tried}) == len(found.tried) <= 4 * len(values).bit_length() + 2
     assert all(t.headroom == headroom(t.value) for t in found.tried)
+
+
+@seeds(300)
+def test_the_largest_of_two_falling_headrooms(rng: random.Random) -> None:
+    """Steps that the host launches begin at any value, and leave more or less than those before."""
+    count = rng.randint(1, 60)
+    first = rng.randint(0, count + 1)  # that the host launches
+    drops = [rng.randint(0, 3) for _ in range(count)]
+    start, launched = rng.randint(-5, 60), rng.randint(-5, 60)
+    rooms = [start - sum(drops[:n]) if n < first else launched - sum(drops[first:n]) for n in range(count)]
+    values = range(3, count + 3)
+
+    def room(value: int) -> int:
+        return rooms[value - 3]
+
+    found = largest_of_both(values, room, lambda value: value - 3 < first, largest(values, room))
+    fitting = [value for value in values if room(value) >= 0]
+    assert (found.found.value if found.found else None) == (fitting[-1] if fitting else None)
+    assert len({t.value for t in found.tried}) == len(found.tried)
+    assert found.next is None or (room(found.next.value) < 0 and found.next in found.tried)
+    assert found.next is not None or fitting[-1] == values[-1]
+
+
+def test_an_interrupted_search_of_a_second_side_has_the_first_ones() -> None:
+    def room(value: int) -> int:
+        if value > 5:
+            raise KeyboardInterrupt
+        return 3 - value
+
+    found = largest_of_both(range(1, 9), room, lambda value: value < 6, largest(range(1, 6), room))
+    assert found.found is not None and found.found.value == 3 and found.interrupted and found.next is None
 
 
 @seeds(100)
@@ -212,6 +243,27 @@ def test_the_largest_sequence_and_depth(what: str, section: str, option: str, mi
         assert {t.value for t in found.tried} >= {wanted, wanted + step}
         assert found.config == at(wanted)
         assert f" is {wanted} " in found.sentence and f"with {wanted + step} " in found.sentence
+
+
+@pytest.mark.parametrize(
+    ("most", "size", "compute"), [("MOST_NODES", 18_000_000, ""), ("MOST_GATHERED", 180_000, "bfloat16")]
+)
+def test_a_deeper_model_that_the_host_launches_may_fit(
+    most: str, size: int, compute: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Up to 4 layers are captured, with nodes and with gathered weights of that many bytes; 5 take less."""
+    monkeypatch.setattr(fast_path, most, size)
+    config = tiny(batch=8, model={"dtype": "float32" if compute else "bfloat16", "compute": compute})
+    four, five = (with_(config, "model", config={**TINY, "num_hidden_layers": n}) for n in (4, 5))
+    assert peak(five, 1) < peak(four, 1)
+    budget = least_budget(peak(five, 1), EAGER_ERROR)
+    found = search(PlanRequest(config), "layers", 1, budget)
+    (depth,) = found.settings.values()
+    assert depth >= 5 and found.fit.fits and not any("Fast path" in note for note in found.fit.notes)
+    tried = {t.value: t.headroom for t in found.tried}
+    assert tried[depth] >= 0 > tried[depth + 1]
+    assert f"is {depth} layers" in found.sentence and f"with {depth + 1} layers" in found.sentence
+    assert not search(PlanRequest(config), "layers", 1, budget - 1).found
 
 
 def test_a_sequence_ends_where_the_model_does() -> None:

@@ -365,6 +365,8 @@ def _size(runs: _Runs, what: str, budget: int, progress: Callable[[str], None]) 
     planned: dict[int, tuple[Config, LayerPlan, Fit]] = {}
 
     def room(value: int) -> int:
+        if value in planned:
+            return planned[value][2].fullest.headroom(budget)
         fitting = max((v for v, (_, _, fit) in planned.items() if fit.fits), default=None)
         best = "" if fitting is None else f"; best so far {_count(what, fitting)}"
         progress(f"planned runs: {len(planned)}{best}; next is {_count(what, value)}")
@@ -372,7 +374,13 @@ def _size(runs: _Runs, what: str, budget: int, progress: Callable[[str], None]) 
         planned[value] = config, plan, runs.fit(config, plan, budget, runs.processes)
         return planned[value][2].fullest.headroom(budget)
 
+    def captured(value: int) -> bool:
+        config = runs.changed(_settings(runs, what, value))
+        return fast_path_of(config, runs.world, runs.traces).config.step.graph
+
     result = largest(values, room, monotone)
+    if what == "layers":
+        result = largest_of_both(values, room, captured, result)
     value = result.found.value if result.found else min(t.value for t in result.tried)
     config, plan, fit = planned[value]
     settings = {}
@@ -384,6 +392,37 @@ def _size(runs: _Runs, what: str, budget: int, progress: Callable[[str], None]) 
     last = "the search was interrupted before larger ones were excluded" if result.interrupted else last
     sentence = _sized(what, result, fit, following, last, budget)
     return Search(what, settings, sentence, config, plan, fit, result.tried, interrupted=result.interrupted)
+
+
+def largest_of_both(
+    values: Sequence[int], room: Callable[[int], int], captured: Callable[[int], bool], result: Largest
+) -> Largest:
+    """`result`, or the largest value whose step the host launches, if one fits.
+
+    Args:
+        values: ascending; up to some value, steps are captured (`forebay.config.fast_path`), and beyond it none. Memory grows on
+            either side, but a step that the host launches has neither a graph's nodes nor all weights gathered.
+        result: of `largest`, which may have seen one side only.
+    """
+    if result.next is None or not captured(result.next.value):
+        return result
+    try:
+        low, step, last = values.index(result.next.value), 1, len(values) - 1
+        while captured(values[high := min(low + step, last)]):
+            if high == last:
+                return result
+            low, step = high, 2 * step
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if captured(values[middle]) else (low, middle)
+        launched = largest(values[high:], room)
+    except KeyboardInterrupt:
+        return replace(result, next=None, interrupted=True)
+    tried = tuple({t.value: t for t in (*result.tried, *launched.tried)}.values())
+    if launched.found is not None:
+        return replace(launched, tried=tried)
+    following = None if launched.interrupted else result.next
+    return replace(result, next=following, tried=tried, interrupted=launched.interrupted)
 
 
 def _settings(runs: _Runs, what: str, value: int) -> dict[str, Any]:
@@ -399,7 +438,7 @@ def _settings(runs: _Runs, what: str, value: int) -> dict[str, Any]:
 
 
 def _values(runs: _Runs, what: str) -> tuple[Sequence[int], bool, str]:
-    """The values, whether each takes more memory than the one before, and why there is no larger one.
+    """The values, whether each takes more memory than the one before (but see `largest_of_both`), and why there is no larger one.
 
     With a configured batch, the microbatches are those that divide it and that the schedule takes; a pipeline holds fewer of the
     larger ones, so that these need not take more. With a default batch, the batch follows.

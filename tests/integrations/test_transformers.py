@@ -315,6 +315,21 @@ def test_after_an_exception_the_model_is_usable_and_trains_again() -> None:
     mine.detach()
 
 
+def test_an_error_while_the_callback_installs_itself_leaves_the_model_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fails(_: Any) -> None:
+        raise RuntimeError("no such closure")
+
+    trainer = trainer_of("trainer", [callback("offload")], max_steps=1, gradient_checkpointing=True)
+    with monkeypatch.context() as patched:
+        patched.setattr(forebay.integrations.transformers, "_install_log_probs", fails)
+        with pytest.raises(RuntimeError, match="no such closure"):
+            trainer.train()
+    assert not installed(trainer.model) and all(layer.gradient_checkpointing for layer in trainer.model.model.layers)
+    trainer.train()
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

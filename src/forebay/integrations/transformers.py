@@ -100,13 +100,13 @@ class ForebayCallback(TrainerCallback):
         self._switch_checkpointing(False)
         try:
             self.memory = manage(model, **self._arguments)
+            self._model, self._state, self.plan = inner, state, ""  # from here on `detach` restores the model
+            put_setting(inner, _OWNER, self)
+            self._figures = MemoryFigures(self.memory)
             self._remove_log_probs = _install_log_probs(inner)
         except BaseException:
-            self._switch_checkpointing(True)
+            self.detach()
             raise
-        put_setting(inner, _OWNER, self)
-        self._model, self._state, self.plan = inner, state, ""
-        self._figures = MemoryFigures(self.memory)
 
     def _check_device(self, args: TrainingArguments) -> None:
         if self._arguments["budget"] is not None and args.device.type == "cpu" and not args.use_cpu:
@@ -140,13 +140,13 @@ class ForebayCallback(TrainerCallback):
 
     def detach(self) -> None:
         """Restore the model, if it is managed by this callback."""
+        self._switch_checkpointing(True)
         if self._model is None or self.memory is None:
             return
         if self._remove_log_probs is not None:
             self._remove_log_probs()
         self.memory.detach()
         drop_setting(self._model, _OWNER)
-        self._switch_checkpointing(True)
         self._model = self._state = self._figures = None
 
     def _switch_checkpointing(self, on: bool) -> None:

@@ -238,6 +238,22 @@ def test_an_output_that_is_used_later_is_right() -> None:
     assert mem.store.live_tickets == 0
 
 
+class Leaf(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return (x * self.scale).sin(), self.scale
+
+
+def test_a_leaf_that_a_region_returns_gathers_no_hooks_of_graphs_that_are_dropped() -> None:
+    model = nn.Sequential(Leaf())
+    manage(model, "offload")
+    _, scale = model(torch.randn(4, WIDTH, requires_grad=True))
+    assert not scale._backward_hooks
+
+
 def test_a_failed_forward_whose_traceback_is_held_is_no_part_of_the_next_step() -> None:
     model = network(count=3)
     mem = manage(model, "offload")

@@ -436,6 +436,20 @@ def test_copies_take_little_of_the_devices_own_memory(memory_rate: float) -> Non
     assert plan_interleaved(slower, paths, everything=True) == plan_interleaved(timeline, paths, everything=True)
 
 
+def test_of_few_kinds_shorter_waits_are_tried_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    timeline = pipeline(32, 4, 1, 6.04e9, items=(5 * MB,))
+    paths = paths_of(timeline)
+    seconds = sum(m.seconds for m in timeline.events)
+
+    def cost() -> float:
+        plan = plan_interleaved(timeline, paths, everything=True)
+        return plan.peak_bytes * (1 + 2 * plan.stall_seconds / seconds)
+
+    sparse = cost()
+    monkeypatch.setattr(solver, "_PREFIX_STRIDE", 1)
+    assert sparse == cost()
+
+
 def test_with_everything_and_a_fast_link_nobody_waits() -> None:
     timeline = pipeline(16, 8, 2, 1e13)
     paths = paths_of(timeline)

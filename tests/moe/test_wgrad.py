@@ -471,22 +471,6 @@ def test_an_operation_between_parameter_and_experts() -> None:
     assert_same_bits(*found)
 
 
-def test_the_gradient_of_down_arrives_before_that_of_gate_up_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    case, store, said = make().to(torch.float32), WeightGradients(), list[str]()
-
-    def computes(*operands: object) -> Tensor:
-        said.append("computes")
-        return compute_one(*operands)
-
-    compute_one = wgrad.experts_weight_backward_op
-    monkeypatch.setattr(wgrad, "experts_weight_backward_op", computes)
-    for name in STACKS:
-        case.tensors[name].register_post_accumulate_grad_hook(lambda _, name=name: said.append(name))
-    (compute,) = collect(store, case.run(deferred=store), torch.randn(T, H))
-    compute()
-    assert said == ["computes", "down", "computes", "gate_up"]
-
-
 def test_views_of_one_flat_parameter_reach_it_once() -> None:
     case, store = make().to(torch.float32), WeightGradients()
     dy = torch.randn(T, H)
@@ -543,6 +527,29 @@ def test_distributed_parameters(mesh: DeviceMesh) -> None:
     for name, p in parameters.items():
         assert isinstance(p.grad, DTensor) and p.grad.placements != (Replicate(),)
         assert torch.equal(p.grad.to_local(), whole[name])
+
+
+@pytest.mark.parametrize("distributed", [False, True])
+def test_the_gradient_of_down_arrives_before_that_of_gate_up_is_made(
+    distributed: bool, mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case, store, said = make().to(torch.float32), WeightGradients(), list[str]()
+
+    def computes(*operands: object) -> Tensor:
+        said.append("computes")
+        return compute_one(*operands)
+
+    compute_one = wgrad.experts_weight_backward_op
+    monkeypatch.setattr(wgrad, "experts_weight_backward_op", computes)
+    for name in STACKS:
+        parameter = case.tensors[name]
+        if distributed:
+            parameter = nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)]))
+            case.tensors[name] = parameter.to_local()
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: said.append(name))
+    (compute,) = collect(store, case.run(deferred=store), torch.randn(T, H))
+    compute()
+    assert said == ["computes", "down", "computes", "gate_up"]
 
 
 class _Module(nn.Module):

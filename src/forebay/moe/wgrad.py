@@ -115,15 +115,17 @@ class WeightEdges:
     edges to gate_up and down; these have, and they are run on their own. The consequences: `torch.autograd.grad` cannot be asked
     for these gradients, and a parameter that several calls of one graph share gets its gradients one by one.
 
-    Two leaves have an edge each: autograd adds down's gradient to its sum and frees it before gate_up's exists. Others have one
-    together, as they may be views of one parameter, which gets its gradient once.
+    Weights of two leaves have an edge each: autograd adds down's gradient to its sum and frees it before gate_up's exists. Others
+    have one together, as they may be views of one parameter, which gets its gradient once.
     """
 
     def __init__(self, gate_up: Tensor, down: Tensor, sums: Callable[[Tensor], Sum]):
         self._sums = sums(gate_up), sums(down)
         self._edges: list[tuple[tuple[int, ...], list[Callable[[], Tensor] | None], Tensor]] = []
+        first, second = _leaf_of(gate_up), _leaf_of(down)
+        separate = first is not None and second is not None and first is not second
         # down first, as in a whole backward: its operands are free before gate_up's gradient is allocated.
-        for indices in ((1,), (0,)) if gate_up.is_leaf and down.is_leaf else ((1, 0),):
+        for indices in ((1,), (0,)) if separate else ((1, 0),):
             gradients: list[Callable[[], Tensor] | None] = []
             # Through an empty output: it holds the parameters' graph, but not their memory, which FSDP2 may free in between.
             root = _WeightEdgesNode.apply(gradients, *((gate_up, down)[index] for index in indices))
@@ -147,6 +149,17 @@ class WeightEdges:
                 weight.add_to(total)
                 remaining[index] = None
         self.run(*remaining)
+
+
+def _leaf_of(weight: Tensor) -> Tensor | None:
+    """The leaf that `weight` is or is computed from, by nodes of one input each (such as `DTensor.to_local`); None for others."""
+    if weight.grad_fn is None:
+        return weight
+    node = weight.grad_fn
+    while len(inputs := [function for function, _ in node.next_functions if function is not None]) == 1:
+        (node,) = inputs
+    leaf: Tensor | None = node.variable if node.name() == "torch::autograd::AccumulateGrad" else None  # type: ignore[attr-defined]
+    return leaf
 
 
 class _WeightEdgesNode(torch.autograd.Function):

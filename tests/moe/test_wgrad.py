@@ -314,6 +314,28 @@ def test_operands_of_down_are_free_before_gate_up_is_computed(monkeypatch: pytes
     assert widths == [WIDTH, 2 * WIDTH]
 
 
+@pytest.mark.parametrize("defer", [True, False])
+def test_a_kept_graph_is_walked_twice_though_its_weights_are_computed(defer: bool) -> None:
+    case, store, ones = make().to(torch.float32), WeightGradients(), torch.ones(T, H)
+    found = []
+    for given in (None, store):
+        one = fresh(case)
+        leaf = one.tensors["down"]
+        one.tensors["down"] = leaf * 1.0  # saves the factor
+        y = one.run(deferred=given)
+        for keep in (True, False):
+            if given is not None and defer:
+                with store.collecting() as pending:
+                    y.backward(ones, retain_graph=keep)
+                pending[0]()
+            else:
+                y.backward(ones, retain_graph=keep)
+        found.append({"down": leaf.grad, "gate_up": one.tensors["gate_up"].grad})
+        with pytest.raises(RuntimeError, match="through the graph a second time"):
+            one.tensors["down"].sum().backward()
+    assert_same_bits(*found)
+
+
 def test_misuse() -> None:
     case, store = make().to(torch.float32), WeightGradients()
     y = case.run(deferred=store)

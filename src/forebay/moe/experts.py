@@ -301,10 +301,11 @@ class _Experts(torch.autograd.Function):
         pending = ctx.call.store.pending
         (dx, d_weights, *d_biases), weight_gradients = _backward(ctx, dy, pending is not None)
         if ctx.call.edges is not None:
+            keep_graph = torch._C._autograd._get_current_graph_task_keep_graph()
             if pending is None:
-                ctx.call.edges.run(*weight_gradients)
+                ctx.call.edges.run(*weight_gradients, keep_graph=keep_graph)
             else:
-                pending.append(DeferredWeightGradient(ctx.call.edges, weight_gradients))
+                pending.append(DeferredWeightGradient(ctx.call.edges, weight_gradients, keep_graph))
         _free_pages(ctx)
         return dx, None, d_weights, None, None, *d_biases, None, None, None
 

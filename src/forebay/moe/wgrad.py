@@ -113,7 +113,8 @@ class WeightEdges:
     Autograd runs every node after one that ran, with no gradient if it received none: the parameter's hooks would run in the
     first part of the backward, and nodes between parameter and experts would free what they saved. So the experts' node has no
     edges to gate_up and down; these have, and they are run on their own. The consequences: `torch.autograd.grad` cannot be asked
-    for these gradients, and a parameter that several calls of one graph share gets its gradients one by one.
+    for these gradients, a parameter that several calls of one graph share gets its gradients one by one, and DDP with
+    `find_unused_parameters=True` takes these parameters for unused and raises "Expected to mark a variable ready only once".
 
     Weights of two leaves have an edge each: autograd adds down's gradient to its sum and frees it before gate_up's exists. Others
     have one together, as they may be views of one parameter, which gets its gradient once.
@@ -131,15 +132,19 @@ class WeightEdges:
             root = _WeightEdgesNode.apply(gradients, *((gate_up, down)[index] for index in indices))
             self._edges.append((indices, gradients, root))
 
-    def run(self, gate_up: Callable[[], Tensor] | None, down: Callable[[], Tensor] | None) -> None:
-        """Give autograd the gradients that the callables return; None for a frozen weight."""
+    def run(self, gate_up: Callable[[], Tensor] | None, down: Callable[[], Tensor] | None, *, keep_graph: bool) -> None:
+        """Give autograd the gradients that the callables return; None for a frozen weight.
+
+        Args:
+            keep_graph: the nodes between parameter and experts keep what they saved, as this graph's backward may run again.
+        """
         for indices, gradients, root in self._edges:
             given = [(gate_up, down)[index] for index in indices]
             if any(gradient is not None for gradient in given):
                 gradients[:] = given
-                torch.autograd.backward(root, root.detach())
+                torch.autograd.backward(root, root.detach(), retain_graph=keep_graph)
 
-    def add_or_run(self, operands: Sequence[WeightGradientOperands | None]) -> None:
+    def add_or_run(self, operands: Sequence[WeightGradientOperands | None], *, keep_graph: bool) -> None:
         """Add the gradients of gate_up and down to their sums, down first, and give autograd those without a sum."""
         remaining = list(operands)
         for index in (1, 0):
@@ -148,7 +153,7 @@ class WeightEdges:
             if weight is not None and total is not None:
                 weight.add_to(total)
                 remaining[index] = None
-        self.run(*remaining)
+        self.run(*remaining, keep_graph=keep_graph)
 
 
 def _leaf_of(weight: Tensor) -> Tensor | None:
@@ -182,16 +187,21 @@ class _WeightEdgesNode(torch.autograd.Function):
 
 
 class DeferredWeightGradient:
-    """Computes the deferred weight gradients of one experts call, once."""
+    """Computes the deferred weight gradients of one experts call, once.
 
-    def __init__(self, edges: WeightEdges, operands: Sequence[WeightGradientOperands | None]):
-        self._waiting: tuple[WeightEdges, Sequence[WeightGradientOperands | None]] | None = (edges, operands)
+    Args:
+        keep_graph: of `WeightEdges.run`, as in the backward that left them for later.
+    """
+
+    def __init__(self, edges: WeightEdges, operands: Sequence[WeightGradientOperands | None], keep_graph: bool):
+        self._waiting: tuple[WeightEdges, Sequence[WeightGradientOperands | None], bool] | None
+        self._waiting = edges, operands, keep_graph
 
     def __call__(self) -> None:
         if self._waiting is None:
             raise RuntimeError("these weight gradients have been made already; each callable is called once")
-        (edges, operands), self._waiting = self._waiting, None
-        edges.add_or_run(operands)
+        (edges, operands, keep_graph), self._waiting = self._waiting, None
+        edges.add_or_run(operands, keep_graph=keep_graph)
 
 
 def gate_up_edge(gate_up: Tensor, tokens: int, rows: int, slots_per_token: int, transposed: bool) -> GateUpEdge:

@@ -574,6 +574,29 @@ def test_the_gradient_of_down_arrives_before_that_of_gate_up_is_made(
     assert said == ["computes", "down", "computes", "gate_up"]
 
 
+def test_without_a_store_too_the_gradient_of_a_distributed_down_arrives_first(
+    mesh: DeviceMesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, said = build_tiny("qwen3_moe"), list[str]()
+    model.set_experts_implementation(register())
+    module = moe_blocks(model)[0].experts
+
+    def computes(*operands: object) -> Tensor:
+        said.append("computes")
+        return compute_one(*operands)
+
+    compute_one = wgrad.experts_weight_backward_op
+    monkeypatch.setattr(wgrad, "experts_weight_backward_op", computes)
+    for name, parameter in list(module.named_parameters()):
+        setattr(module, name, nn.Parameter(distribute_tensor(parameter.detach(), mesh, [Shard(0)])))
+        getattr(module, name).register_post_accumulate_grad_hook(lambda _, name=name: said.append(name))
+    x = torch.randn(T, HIDDEN, requires_grad=True)
+    for max_rows in (None, 2 * T):
+        module(x, torch.randint(0, EXPERTS, (T, K)), torch.rand(T, K), max_rows=max_rows).sum().backward()
+        assert said == ["down_proj", "computes", "gate_up_proj"]
+        said.clear()
+
+
 class _Module(nn.Module):
     def __init__(self, case: Case, store: WeightGradients | None):
         super().__init__()

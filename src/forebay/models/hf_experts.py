@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
 from transformers.activations import SiLUActivation
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
 
@@ -145,11 +146,15 @@ def experts_forward(
     """
     kind = activation_of(self)
     clamped = kind == "clamped_swiglu"
+    gate_up = local(self.gate_up_proj)
+    deferred, pages = setting(self, "forebay_weight_gradients", None), setting(self, "forebay_pages", None)
+    if edge is None and deferred is None and pages is None:
+        edge = _early_edge(self, gate_up, hidden_states, top_k_index, max_rows)
     return experts(
         hidden_states,
         top_k_index,
         top_k_weights,
-        local(self.gate_up_proj),
+        gate_up,
         local(self.down_proj),
         gate_up_bias=local(self.gate_up_proj_bias) if self.has_bias else None,
         down_bias=local(self.down_proj_bias) if self.has_bias else None,
@@ -161,12 +166,24 @@ def experts_forward(
         save_h=setting(self, "forebay_save_h", True),
         precision=setting(self, "forebay_precision", "exact"),
         max_rows=max_rows,
-        deferred=setting(self, "forebay_weight_gradients", None),
-        pages=setting(self, "forebay_pages", None),
+        deferred=deferred,
+        pages=pages,
         gate_up_update=gate_up_update,
         down_update=down_update,
         edge=edge,
     )
+
+
+def _early_edge(module: Any, gate_up: Tensor, x: Tensor, ids: Tensor, max_rows: int | None) -> GateUpEdge | None:
+    """For an eager call whose down is a DTensor; otherwise None, and `experts` makes it.
+
+    Autograd runs the younger node first. An edge made before down's `to_local` waits until down's gradient is in its sum.
+    """
+    trains = torch.is_grad_enabled() and gate_up.requires_grad
+    if not trains or torch.compiler.is_compiling() or not isinstance(module.down_proj, DTensor):
+        return None
+    rows = ids.numel() if max_rows is None else min(ids.numel(), max_rows)
+    return gate_up_edge(gate_up, x.shape[0], rows, ids.shape[1], module.is_transposed)
 
 
 def edge_of(module: Any, tokens: int) -> GateUpEdge | None:

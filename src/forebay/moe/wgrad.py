@@ -208,8 +208,9 @@ def gate_up_edge(gate_up: Tensor, tokens: int, rows: int, slots_per_token: int, 
     """An autograd edge to gate_up whose node computes its gradient, after that of the experts has run.
 
     One node would return the gradients of gate_up and down together, [E, 2I, H] and [E, H, I]. With two, autograd adds down's to
-    its sum and frees it before gate_up's exists; compiled code is one node, so the edge is made outside of it. The operands reach
-    this node as the gradients of what is returned here, so nothing but the graph holds them.
+    its sum and frees it before gate_up's exists, if down is a leaf or its nodes are younger than the edge's; compiled code is one
+    node, so the edge is made outside of it. The operands reach this node as the gradients of what is returned here, so nothing
+    but the graph holds them.
 
     Args:
         gate_up: [E, 2I, H], or [E, H, 2I] if `transposed`; requires a gradient.

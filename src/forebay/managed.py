@@ -57,6 +57,7 @@ from forebay.policy import (
     Claim,
     PolicyError,
     check_placements,
+    is_inside,
     parse_bytes,
 )
 
@@ -378,7 +379,7 @@ def _pretrained_models(model: nn.Module) -> list[PreTrainedModel]:
     """The outermost transformers models in `model`: itself, or those that a user's module holds."""
     found: dict[str, PreTrainedModel] = {}
     for path, module in model.named_modules():
-        if isinstance(module, PreTrainedModel) and not any(not p or path.startswith(f"{p}.") for p in found):
+        if isinstance(module, PreTrainedModel) and not is_inside(path, found):
             found[path] = module
     return list(found.values())
 
@@ -468,7 +469,7 @@ def _checkpointing_off(model: nn.Module, regions: Regions) -> Callable[[], Abstr
     placed += [*regions.stashed, *regions.recompute_experts]
 
     def overlaps(path: str) -> bool:
-        return any(not p or p == path or p.startswith(f"{path}.") or path.startswith(f"{p}.") for p in placed)
+        return path in placed or is_inside(path, placed) or any(p.startswith(f"{path}.") for p in placed)
 
     layers = [m for path, m in model.named_modules() if hasattr(m, "gradient_checkpointing") and overlaps(path)]
     warned = False

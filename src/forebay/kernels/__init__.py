@@ -1,1 +1,1 @@
-"""One file a kernel: plain PyTorch reference, Triton kernel, wrapper that picks one."""
+"""The kernels of one task in a file: plain PyTorch reference, Triton, wrapper that picks one."""

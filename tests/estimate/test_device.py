@@ -23,6 +23,15 @@ def test_the_profiles_that_come_with_forebay() -> None:
         assert bool(profile.measured()) == (name == "h200")
 
 
+def test_faster_devices_are_faster() -> None:
+    """In the order of their data sheets."""
+    order = [load(name) for name in ("a100", "h100", "h200", "b200")]
+    for figure in ("matmul_bf16", "attention", "bandwidth", "memory"):
+        values = [profile.at(figure, 1e12) for profile in order]
+        assert values == sorted(values), figure
+    assert load("rtx4090").at("all_to_all", 1e8) < order[0].at("all_to_all", 1e8) / 5
+
+
 def test_a_figure_between_two_sizes() -> None:
     """Halfway in logarithms is the geometric mean."""
     figure = Figure(((10.0, 4.0), (1000.0, 64.0)), "measured", "here")

@@ -243,6 +243,12 @@ def test_kernels_of_profiled_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(map(abs, errors)) < 0.1, errors
 
 
+def test_overlap_hides_transfers() -> None:
+    parallel = {"ep": 4, "reshard": False, "dispatch": "symmetric", "capacity_factor": 2.0}
+    alone, together = (small(4, parallel={**parallel, "overlap": overlap}) for overlap in (False, True))
+    assert together.exposed[0] < 0.5 * alone.exposed[0]
+
+
 def test_experts_on_two_nodes_take_longer() -> None:
     one, two = (small(16, parallel={"ep": ep, "dispatch": "nccl"}) for ep in (8, 16))
     assert two.exposed[0] > 2 * one.exposed[0]

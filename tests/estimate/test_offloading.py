@@ -16,7 +16,7 @@ from forebay.estimate.state import Sharing
 from forebay.estimate.types import PartEvents
 from forebay.estimate.walk import RankRun, Walked, walk
 from forebay.memory.timeline import Plan, Timeline
-from forebay.pipeline.schedule import Action, local_plan
+from forebay.pipeline.schedule import Action, local_plan, make_plan
 from forebay.train.trainer import Trainer
 from tests.train.common import MODEL, config, write_text
 
@@ -159,3 +159,15 @@ def test_forwards_and_backwards_that_overlap_are_recorded_in_the_order_in_which_
     assert [name for name in overlapped if name[0] == "B"] == [("B", name, 0) for name in reversed(NAMES)]
     assert all(event.seconds == 10.0 for event in timeline.events)
     assert plan is not None and {path for path, _ in plan.offload} <= set(NAMES)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "interleaves"),
+    [("1f1b", [True, True, False]), ("zbv", [True, True, True]), ("dualpipev", [True, True, True])],
+)
+def test_a_step_of_a_manager_is_a_microbatch_where_each_backward_ends_before_the_next_forward(
+    schedule: str, interleaves: list[bool]
+) -> None:
+    plan, alone = make_plan(schedule, 3, 6), Sharing(sharded=False, parameter=4, compute=4, random=False)
+    ranks = [RankRun([], alone, {}, list(plan.computations(rank)), summed=0, hidden=1) for rank in range(3)]
+    assert [run.interleaves for run in ranks] == interleaves

@@ -102,8 +102,15 @@ class RankRun:
 
     @property
     def interleaves(self) -> bool:
-        """Microbatches are under way together. A manager's step is then the whole step, else a microbatch."""
-        return self.sharing.pp > 1 or any(action.parts for action in self.actions)
+        """Some forward begins while another one waits for its backward. A manager's step is then the whole step; else it is a
+        microbatch, as without a pipeline, and on the last rank of 1F1B."""
+        waiting = 0
+        for action in self.actions:
+            for one in action.parts or (action,):
+                if one.kind == "F" and waiting:
+                    return True
+                waiting += {"F": 1, "B": -1, "I": -1}.get(one.kind, 0)
+        return False
 
 
 @dataclass(frozen=True)

@@ -1,10 +1,11 @@
 """One step: its region calls, when their tickets move, and the figures reported of it.
 
 A *step* of the memory package is not an optimizer step: it begins when a region is entered while no earlier call waits for its
-backward, and ends when the next one begins, so with plain gradient accumulation each microbatch is a step of its own, while
-several forwards followed by their backwards, or all microbatches of a pipeline, are one. Calls are numbered as they come; the
-autograd graph owns them. The order of backwards is the one given by a schedule, or else the reverse of the forwards. At the start
-of each call's forward and backward, `Transfers` sends, releases, fetches and waits for tickets of the `HostStore`.
+backward, and ends when the next one begins. So with plain gradient accumulation each microbatch is a step of its own, as on the
+last rank of a 1F1B pipeline, while several forwards followed by their backwards, or all microbatches of a pipeline's rank where
+they alternate, are one. Calls are numbered as they come; the autograd graph owns them. The order of backwards is the one given
+by a schedule, or else the reverse of the forwards. At the start of each call's forward and backward, `Transfers` sends, releases,
+fetches and waits for tickets of the `HostStore`.
 """
 
 import weakref

@@ -103,7 +103,7 @@ class Corpus:
             number += 1
 
     def _tokens(self, number: int, start: int, stop: int) -> np.ndarray:
-        # Not mapped: a window is small, and mapping a file takes ten times as long as reading one.
+        # Not mapped: a window is small, and mapping a file takes three times as long as reading one.
         with self._reading(number, "bin") as file:
             tokens = np.fromfile(file, self.dtype, stop - start, offset=start * self.dtype.itemsize)
             if len(tokens) < stop - start:

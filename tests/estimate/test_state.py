@@ -16,9 +16,13 @@ from forebay.estimate.layers import plan_layers
 from forebay.estimate.plan import fit_run
 from forebay.estimate.state import (
     CHANNEL,
-    COMMUNICATOR,
-    COMMUNICATOR_ALONE,
+    CHANNEL_RECEIVE,
+    CHANNEL_RING,
+    CHANNEL_SEND,
     CONTEXT,
+    MESSAGES,
+    NCCL,
+    NCCL_ALONE,
     Sharing,
     Weight,
     WeightShapes,
@@ -115,15 +119,21 @@ def test_shards_by_hand() -> None:
 
 
 def test_a_gpu_takes_its_share() -> None:
-    everything = Sharing(data=4, ep=2, pp=2, sharded=True)
-    # All processes; those with the same layers; an expert group; the ranks of the same experts; two neighbors' four channels.
+    ring = CHANNEL + CHANNEL_RING
     assert outside_bytes(Sharing()) == CONTEXT
-    assert outside_bytes(everything) == CONTEXT + 4 * COMMUNICATOR + 4 * CHANNEL
+    assert outside_bytes(Sharing(sharded=True)) == CONTEXT + NCCL_ALONE + ring
+    assert outside_bytes(Sharing(data=4, sharded=True)) == CONTEXT + NCCL + 32 * ring
+    # All processes; those with the same layers; an expert group; the ranks of the same experts; the pipeline and its channels.
+    everything = Sharing(data=4, ep=2, pp=2, sharded=True)
+    several = CONTEXT + NCCL + (4 + 32 + 4 + 32 + 4) * ring
+    channels = MESSAGES + 16 * (4 * CHANNEL + CHANNEL_SEND + CHANNEL_RECEIVE)
+    assert outside_bytes(everything) == several + channels
+    assert outside_bytes(everything, both_ways=True) == several + channels + 16 * (CHANNEL_SEND + CHANNEL_RECEIVE)
     replicated = replace(everything, replicate=2)
-    assert outside_bytes(replicated) == outside_bytes(everything) + COMMUNICATOR  # of the replicas
-    # All processes, and those of a replica; the processes of the other replicas.
-    assert outside_bytes(Sharing(data=4, replicate=2, sharded=True)) == CONTEXT + 3 * COMMUNICATOR
-    assert outside_bytes(Sharing(sharded=True)) == CONTEXT + COMMUNICATOR_ALONE
+    assert outside_bytes(replicated) == outside_bytes(everything) + 32 * ring
+    assert (
+        outside_bytes(replace(everything, data=2)) == outside_bytes(everything) - 31 * ring
+    )  # experts have one holder
     assert outside_bytes(Sharing(gpu=False)) == 0
 
 

@@ -152,12 +152,13 @@ def test_a_first_replay_that_does_not_end_is_ended_and_its_step_called(pretence:
 def test_a_replay_of_a_long_step_is_waited_for(
     pretence: Pretence, monkeypatch: pytest.MonkeyPatch, alone: bool
 ) -> None:
-    """It ends after 3 s, where short steps have 1 s. Other processes would wait in a collective, which has a timeout."""
+    """It ends after 3 s, where short steps have 1 s. Other processes would wait in a collective, which has a timeout, so their
+    steps are not as long."""
     flags = MagicMock(open=lambda: setattr(pretence, "ends", True))
     engine = Engine(pretence, flags=[flags], ends=1, alone=alone)
     for _ in range(3):
         engine.run(3, 5)
-    pretence.ends, pretence.milliseconds = False, 1e3
+    pretence.ends, pretence.milliseconds = False, 1e3 if alone else 500
     clock = iter(range(100))
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
     monkeypatch.setattr(time, "sleep", lambda _: setattr(pretence, "ends", pretence.ends or next(clock) >= 3))
@@ -166,20 +167,64 @@ def test_a_replay_of_a_long_step_is_waited_for(
     assert engine.step.eager_reason == (None if alone else "its first replay did not end within 1 s")
 
 
-def test_what_is_made_to_end_has_no_longer_than_what_ends_by_itself(
-    pretence: Pretence, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """However long a called step took: flags are open, so it ends at once or never."""
-    engine = Engine(pretence, ends=1, alone=True)
+def test_what_is_made_to_end_may_take_a_step(pretence: Pretence, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Open flags do not end a replay at once: the rest of its kernels runs. This one takes 30 s more."""
+    clock = iter(range(1000))
+    opened: list[int] = []
+    flags = MagicMock(open=lambda: opened.append(next(clock)))
+    engine = Engine(pretence, flags=[flags], ends=4, alone=True)
     for _ in range(3):
         engine.run(3, 5)
-    pretence.ends, pretence.milliseconds = False, 5e3
+    pretence.ends, pretence.milliseconds = False, 20e3
+    monkeypatch.setattr(time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(
+        time, "sleep", lambda _: setattr(pretence, "ends", bool(opened) and next(clock) > opened[0] + 30)
+    )
+    engine.run(3, 5)
+    assert opened[0] > 80 and engine.step.eager_reason == "its first replay did not end within 80 s"
+
+
+def test_what_does_not_end_although_flags_are_open_is_an_error(
+    pretence: Pretence, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = Engine(pretence, ends=1)
+    for _ in range(3):
+        engine.run(3, 5)
+    pretence.ends = False
     clock = iter(range(100))
     monkeypatch.setattr(time, "monotonic", lambda: next(clock))
     monkeypatch.setattr(time, "sleep", lambda _: None)
     with pytest.raises(RuntimeError, match="does not end although all flags"):
         engine.run(3, 5)
-    assert 20 < next(clock) < 30
+    assert next(clock) < 10
+
+
+@pytest.mark.parametrize(("seconds", "captured"), [(12, True), (13, False)])
+def test_steps_as_long_as_processes_wait_for_each_other_are_called(
+    pretence: Pretence, seconds: int, captured: bool
+) -> None:
+    engine = Engine(pretence, ends=24)
+    pretence.milliseconds = 1e3 * seconds
+    for _ in range(5):
+        engine.run(3, 5)
+    assert engine.step.is_captured == captured
+    if not captured:
+        assert engine.step.eager_reason is not None and "more than half of the 24 s" in engine.step.eager_reason
+        assert len(engine.calls) == 5
+
+
+def test_a_peak_that_a_timed_step_resets_counts(pretence: Pretence, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Recorders of times reset the allocator's peak at each event, and keep the highest."""
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: 10)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _: 40)
+    peaks = iter([500, 110, 500, 20])  # before and after each capture
+    engine = Engine(pretence, take_peak=lambda: next(peaks))
+    for _ in range(4):
+        engine.run(3, 5)
+    assert engine.step.peak_bytes == 100
+    engine.step.release()
+    engine.run(3, 5)
+    assert engine.step.peak_bytes == 30
 
 
 def test_results_of_one_step_stay_when_the_next_one_runs(pretence: Pretence) -> None:
@@ -232,7 +277,7 @@ def test_all_give_it_up_if_one_does(pretence: Pretence) -> None:
     engine = Engine(pretence)
     for _ in range(3):
         engine.run(2)
-    answers = iter([True, False])
+    answers = iter([True, True, False])
     engine.step._all_agree = lambda here: next(answers)
     engine.run(2)
     assert engine.step.eager_reason == "another process could not capture it"

@@ -142,12 +142,17 @@ class RunEstimator:
         stages = self.plan.stages(number)
         return self._chosen(number, stages) if self.chooses else self._estimate(number, stages, self.placements)
 
+    @property
+    def _outside(self) -> int:
+        """Bytes of a rank that are not the allocator's, without those of the token dispatcher and of a graph."""
+        return outside_bytes(self.sharing, both_ways=self.config.parallel.schedule != "1f1b")
+
     def least(self, number: int) -> int:
         """Bytes below which the peak of a rank is not. It needs no walk."""
         run = self._run(number, self.plan.stages(number), self.placements)
         kept = 0 if self.chooses else run.kept
         later = least_bytes(run.groups, self.sharing, experts=not self.sharing.reshard) + kept
-        return max(least_bytes(run.groups, self.sharing), later) + outside_bytes(self.sharing)
+        return max(least_bytes(run.groups, self.sharing), later) + self._outside
 
     def _chosen(self, number: int, stages: Mapping[int, StageLayers]) -> RankEstimate:
         """The cheapest estimate within the limit, or the nearest to it. The trainer's own choice limits bytes in use only."""
@@ -198,7 +203,7 @@ class RunEstimator:
 
     def _fit(self, number: int, walked: Walked, placements: Mapping[str, str], graph: int) -> RankFit:
         cached = walked.reserved - walked.peak.allocated if self.sharing.gpu else 0
-        other = outside_bytes(self.sharing) + self.exchange + graph
+        other = self._outside + self.exchange + graph
         held = dict(zip(ROLES, walked.peak.by_role, strict=True))
         error = self.error(placements)
         return RankFit(number, **held, other=other, where=walked.peak.where, cached=cached, error=error)

@@ -14,18 +14,21 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from forebay.communicators import DEFAULT, FEW, PIPELINE, SINGLE
 from forebay.models.families import decoder_layers
 
-CONTEXT = 960 << 20
-"""Bytes of a CUDA context (0.60 GiB before anything ran) with the kernels of torch, cuBLAS, cuDNN and Triton (0.94 GiB after some
-steps). This and the next four are measured on H200s, torch 2.11, CUDA 13, NCCL of its wheel: what the device has in use besides
+CONTEXT = 850 << 20
+"""Bytes of a CUDA context (0.60 GiB before anything ran) with the kernels of torch, cuBLAS, cuDNN and Triton (0.80 to 0.82 GiB
+after some steps). This and the next are measured on H200s, torch 2.11, CUDA 13, NCCL 2.28: what the device has in use besides
 what torch reserved."""
-COMMUNICATOR = 660 << 20
-"""Bytes of an NCCL communicator of two or four GPUs of a host: 1.57 GiB in all with FSDP2 on either."""
-COMMUNICATOR_ALONE = 390 << 20
-"""Bytes of an NCCL communicator of one process."""
-CHANNEL = 450 << 20
-"""Bytes of a communicator of two pipeline ranks for one kind of message in one direction; two neighbors have four."""
+NCCL, NCCL_ALONE = 260 << 20, 110 << 20
+"""Bytes of NCCL itself and its kernels: with several processes, and with one."""
+CHANNEL, CHANNEL_RING = 6 << 20, 12 << 20
+"""Bytes of a communicator's channel, and what it takes more with the first collective."""
+CHANNEL_SEND, CHANNEL_RECEIVE = 2 << 20, 10 << 20
+"""Bytes that a channel takes more with the first message to a rank, and from one."""
+MESSAGES = 62 << 20
+"""Bytes of NCCL's kernels that send messages to one rank."""
 PEER = 384 << 20
 """Bytes that an all-to-all through NCCL takes for each peer on the host: 0.35 GiB with one, 1.10 with three."""
 
@@ -167,19 +170,39 @@ def _even(shape: tuple[int, ...], processes: int) -> int:
     return _rows(shape, processes)
 
 
-def outside_bytes(s: Sharing) -> int:
-    """Bytes of a rank that are not the allocator's: CUDA's context and communicators."""
+def outside_bytes(s: Sharing, both_ways: bool = False) -> int:
+    """Bytes of a rank that are not the allocator's: CUDA's context and communicators, those of `forebay.train.distributed.Mesh`.
+
+    Args:
+        both_ways: hidden states travel between two pipeline ranks in both directions, because a rank has several stages.
+    """
     if not s.gpu:
         return 0
-    shards = s.data > 1 and s.data < s.world  # else they are all processes
-    groups = (s.world > 1) + shards + (s.replicate > 1) + (s.ep > 1) + (s.ep > 1 and s.data > s.ep)
-    alone = COMMUNICATOR_ALONE if s.sharded and s.world == 1 else 0
-    return CONTEXT + groups * COMMUNICATOR + alone + 4 * min(s.pp - 1, 2) * CHANNEL
+    if s.world == 1:
+        return CONTEXT + (NCCL_ALONE + _group_bytes(1)) * s.sharded
+    parts = s.pp * s.replicate > 1
+    groups = [_group_bytes(s.world, FEW if parts else DEFAULT)]
+    if parts:
+        groups.append(_group_bytes(s.data))
+    if s.replicate > 1:
+        groups.append(_group_bytes(s.replicate))
+    if s.ep > 1:
+        groups += [_group_bytes(s.data // s.ep), _group_bytes(s.ep, FEW)]
+    if s.pp > 1:
+        used = (CHANNEL_SEND + CHANNEL_RECEIVE) * (1 + both_ways)
+        groups += [_group_bytes(s.pp, FEW), MESSAGES, min(s.pp - 1, 2) * PIPELINE * (4 * CHANNEL + used)]
+    return CONTEXT + NCCL + sum(groups)
+
+
+def _group_bytes(processes: int, channels: int = DEFAULT) -> int:
+    """Bytes of a communicator that has run a collective."""
+    return (SINGLE if processes == 1 else channels) * (CHANNEL + CHANNEL_RING)
 
 
 def all_to_all_bytes(ranks: int) -> int:
-    """Bytes of NCCL's buffers of an all-to-all. Beyond the 8 ranks of one host it is not known."""
-    return PEER * (min(ranks, 8) - 1)
+    """Bytes of NCCL's all-to-all, more than of a group that only agrees on things. Beyond the 8 ranks of one host it is not
+    known."""
+    return (DEFAULT - FEW) * CHANNEL + PEER * (min(ranks, 8) - 1)
 
 
 def symmetric_bytes(ranks: int, tokens: int, hidden: int, slots: int, element: int) -> int:

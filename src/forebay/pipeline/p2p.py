@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from forebay.communicators import PIPELINE, options
 from forebay.pipeline.schedule import BACKWARD, BACKWARD_INPUT, FORWARD, PipelinePlan
 
 Packet = tuple[Tensor, ...]
@@ -168,7 +169,7 @@ class DistLinks:
         if self._device.type != "cuda":
             return None
         pairs = [[members[source], members[target]] for members in pipelines]
-        own, _ = dist.new_subgroups_by_enumeration(pairs)
+        own, _ = dist.new_subgroups_by_enumeration(pairs, pg_options=options(PIPELINE, dist.get_backend()))
         return own
 
 

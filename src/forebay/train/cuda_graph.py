@@ -59,10 +59,12 @@ class CudaGraphStep:
         plan_again: called after the replays of each timed graph, before the next capture, to plan by the measured times.
         flags: by which streams of the graph wait for each other.
         ends: seconds within which the first replay has to end, and again once it is made to. A process that waits for another one
-            longer than both gives up.
-        alone: no other process waits for this one: `_SLOWER` times the last called step is waited for if that is longer.
+            longer than both gives up. Steps that take more than half of it when called are not captured.
+        alone: no other process waits for this one: `_SLOWER` times the last called step is waited for if that is longer, and
+            steps of any length are captured.
         forget: called after a first replay that did not end by itself, on all processes, before its step is called: clears what
             it noted elsewhere.
+        take_peak: returns the peak of allocated bytes that the body's own resets of the allocator's peak hid since the last call.
 
     Attributes:
         eager_reason: why all steps are called; None while they are to be captured.
@@ -86,13 +88,14 @@ class CudaGraphStep:
         ends: float = 300.0,
         alone: bool = False,
         forget: Callable[[], None] = lambda: None,
+        take_peak: Callable[[], int] = lambda: 0,
     ):
         self.eager_reason: str | None = None
         self.peak_bytes = self.result_bytes = 0
         self._body, self._states, self._device, self._version = body, list(states), device, version
         self._all_agree, self._ready, self._around, self._flags = all_agree, ready, around, flags
         self._timed_graphs, self._plan_again = timed_graphs, plan_again  # graphs still to be timed
-        self._ends, self._alone, self._forget = ends, alone, forget
+        self._ends, self._alone, self._forget, self._take_peak = ends, alone, forget, take_peak
         self._replays = 0  # of a timed graph
         # Autograd remembers the stream on which a parameter's gradient is accumulated: it is this one from the first step on.
         self._stream = torch.cuda.Stream(device)
@@ -193,12 +196,15 @@ class CudaGraphStep:
         end.record(self._stream)
         return results
 
-    def _patience(self) -> float:
-        """Seconds that the first replay may take. Steps were called before it, and the capture waited for the last one."""
+    def _called_seconds(self) -> float:
+        """Seconds of the last called step, which ends first."""
         start, end = self._around_call
-        if not self._alone:
-            return self._ends
-        return max(self._ends, _SLOWER * start.elapsed_time(end) / 1e3)
+        end.synchronize()
+        return start.elapsed_time(end) / 1e3
+
+    def _patience(self) -> float:
+        """Seconds that the first replay may take, and again the rest of it once all flags are open."""
+        return max(self._ends, _SLOWER * self._called_seconds()) if self._alone else self._ends
 
     def _release_outdated(self, signature: Any) -> None:
         """Release a graph of other inputs, and one whose times were measured."""
@@ -214,7 +220,15 @@ class CudaGraphStep:
     def _may_capture(self) -> bool:
         self._calls += 1
         # All processes capture the same step: one that captures does not answer the messages of one that calls.
-        return self.eager_reason is None and self._calls > _CALLS and self._all_agree(self._ready())
+        if self.eager_reason is not None or self._calls <= _CALLS or not self._all_agree(self._ready()):
+            return False
+        # A replay of a step that takes as long as a process may wait for another one looks like a deadlock.
+        if not self._all_agree(self._alone or 2 * self._called_seconds() <= self._ends):
+            self.eager_reason = (
+                f"a step takes more than half of the {self._ends:.0f} s that its first replay may take; "
+                "a longer parallel.timeout allows more"
+            )
+        return self.eager_reason is None
 
     def _capture(self, microbatches: Microbatches, signature: Any) -> bool:
         """Capture the step; False on all processes if any of them fails."""
@@ -224,6 +238,7 @@ class CudaGraphStep:
         reason = None
         held = torch.cuda.memory_allocated(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
+        self._take_peak()
         # Trap: cuBLAS keeps a stream's workspace until it is cleared. Cleared here, it is allocated again in the graph's
         # pool, so a later clear (when another graph is released) frees nothing that this graph needs. `release` has to
         # clear it too, or its segments would stay.
@@ -238,7 +253,7 @@ class CudaGraphStep:
         except Exception as error:  # of any kind: the other processes wait for the outcome
             reason = _first_cause(error)
             self._free_generator()
-        self.peak_bytes = torch.cuda.max_memory_allocated(self._device) - held
+        self.peak_bytes = max(torch.cuda.max_memory_allocated(self._device), self._take_peak()) - held
         self.result_bytes = torch.cuda.memory_allocated(self._device) - held
         self._left = [state.take() for state in self._states]
         for state, taken in zip(self._states, before, strict=True):
@@ -277,7 +292,7 @@ class CudaGraphStep:
         return True
 
     def _force_end(self, end: torch.cuda.Event) -> None:
-        deadline = time.monotonic() + self._ends
+        deadline = time.monotonic() + self._patience()
         while not end.query():
             if time.monotonic() > deadline:
                 raise RuntimeError(

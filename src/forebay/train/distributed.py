@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from forebay.communicators import DEFAULT, FEW, SINGLE, options
 from forebay.config import Config, Parallel, check_world
 from forebay.config import Device as DeviceSection
 from forebay.errors import ForebayError, PeerLost, RunError, UsageError, first_line
@@ -126,16 +127,29 @@ class Mesh:
         if p.pp * p.replicate > 1:
             shared = _own_group(ranks.flatten(0, 1).tolist(), timeout)
         if p.pp > 1:
-            self.pipeline = _own_group(self.pipelines, timeout)
+            self.pipeline = _own_group(self.pipelines, timeout, FEW)
         across = _own_group(ranks.flatten(1).t().tolist(), timeout) if p.replicate > 1 else None
         stage = ranks[:, self.pp_rank]
         self.data = _mesh(stage, {"replicate": across, "shard": shared}, device.type)
         if p.ep > 1:
             rows = ranks.view(-1, self.shards // p.ep, p.ep)  # [R pp, D / P, P]
             column = _own_group(rows.transpose(1, 2).flatten(0, 1).tolist(), timeout)
-            row = _own_group(rows.flatten(0, 1).tolist(), timeout)
+            row = self._row_of_experts(rows.flatten(0, 1).tolist(), p.dispatch, timeout)
             groups = {"replicate": across, "fsdp": column, "ep": row}
             self.grid = _mesh(stage.reshape(p.replicate, -1, p.ep), groups, device.type)
+
+    def _row_of_experts(self, rows: list[list[int]], dispatch: str, timeout: timedelta) -> dist.ProcessGroup:
+        """The group of processes that share experts. Symmetric memory needs only addresses from it, the other dispatchers send
+        tokens over it."""
+        if dispatch == "symmetric":
+            return _own_group(rows, timeout, FEW)
+        if dispatch == "auto":
+            from forebay.moe.backends import peers_are_reachable
+
+            row = _own_group(rows, timeout, FEW)
+            if self.all(peers_are_reachable(row)):
+                return row
+        return _own_group(rows, timeout)
 
     @classmethod
     def open(cls, config: Config, world: World | None = None) -> Mesh:
@@ -155,7 +169,9 @@ class Mesh:
             torch.cuda.set_device(device)
         timeout = timedelta(seconds=config.parallel.timeout)
         starts = not dist.is_initialized() and (world.size > 1 or config.model.is_mixed)
-        store = _start_group(world, device, timeout) if starts else None
+        parts = config.parallel.pp * config.parallel.replicate  # then weights travel in other groups
+        channels = SINGLE if world == ALONE else FEW if parts > 1 else DEFAULT
+        store = _start_group(world, device, timeout, channels) if starts else None
         return cls(world, device, config.parallel, timeout, owns=starts, store=store)
 
     @property
@@ -287,18 +303,23 @@ def pick_device(section: DeviceSection, local_rank: int = 0) -> torch.device:
     return torch.device("cuda", local_rank if local_rank else torch.cuda.current_device())
 
 
-def _start_group(world: World, device: torch.device, timeout: timedelta) -> Any:
-    """Create the default process group; returns its store, which outlives a failure of the group."""
+def _start_group(world: World, device: torch.device, timeout: timedelta, channels: int) -> Any:
+    """Create the default process group with at most `channels`; returns its store, which outlives a failure of the group."""
     backend = "nccl" if device.type == "cuda" else "gloo"
     bound = device if device.type == "cuda" else None
+    limited = options(channels, backend, timeout)
     if world == ALONE:
         store: Any = dist.HashStore()
-        dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout, device_id=bound)
+        dist.init_process_group(
+            backend, store=store, rank=0, world_size=1, timeout=timeout, device_id=bound, pg_options=limited
+        )
         return store
     try:
         store, rank, size = next(iter(dist.rendezvous("env://", timeout=timeout)))
         groups = dist.PrefixStore("groups", store)
-        dist.init_process_group(backend, store=groups, rank=rank, world_size=size, timeout=timeout, device_id=bound)
+        dist.init_process_group(
+            backend, store=groups, rank=rank, world_size=size, timeout=timeout, device_id=bound, pg_options=limited
+        )
     except ValueError as error:
         raise UsageError(
             f"{first_line(error)}; MASTER_ADDR and MASTER_PORT say where processes meet; torchrun sets both"
@@ -321,9 +342,10 @@ def not_found(world: World, seconds: float, why: str = "") -> PeerLost:
     )
 
 
-def _own_group(ranks: list[list[int]], timeout: timedelta) -> dist.ProcessGroup:
+def _own_group(ranks: list[list[int]], timeout: timedelta, channels: int = DEFAULT) -> dist.ProcessGroup:
     """Create the process groups `ranks` [groups, members]; returns the one that this process is in."""
-    own, _ = dist.new_subgroups_by_enumeration(ranks, timeout=timeout)
+    limited = options(SINGLE if len(ranks[0]) == 1 else channels, dist.get_backend(), timeout)
+    own, _ = dist.new_subgroups_by_enumeration(ranks, timeout=timeout, pg_options=limited)
     return own
 
 

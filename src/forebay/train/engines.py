@@ -189,6 +189,7 @@ class GradientEngine:
             alone=mesh.size == 1,
             # A process whose graph did not go on was late for the others.
             forget=dispatcher.clear_lost if dispatcher is not None else lambda: None,
+            take_peak=memory.manager.take_peak,
         )
 
     def _finish(self) -> Tensor:

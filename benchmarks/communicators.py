@@ -13,6 +13,7 @@ import argparse
 import os
 import statistics
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -41,7 +42,7 @@ def median_seconds(call: Callable[[], Any], calls: int = 20) -> float:
         call()
         mark.record()
     torch.cuda.synchronize()
-    return statistics.median(a.elapsed_time(b) for a, b in zip(marks, marks[1:], strict=False)) / 1e3
+    return statistics.median(a.elapsed_time(b) for a, b in pairwise(marks)) / 1e3
 
 
 def options(channels: int | None) -> Any:
@@ -59,9 +60,11 @@ def messages(channels: int | None, device: torch.device, rank: int) -> dict[str,
     sent, got = (torch.randn(MESSAGE // 2, device=device).bfloat16() for _ in range(2))
 
     def one() -> None:
-        (dist.irecv(got, 0, group=there) if rank else dist.isend(sent, 1, group=there)).wait()
+        work: Any = dist.irecv(got, 0, group=there) if rank else dist.isend(sent, 1, group=there)
+        work.wait()
 
     def both() -> None:
+        works: list[Any]
         if rank:
             works = [dist.irecv(got, 0, group=there), dist.isend(sent, 0, group=back)]
         else:

@@ -75,14 +75,29 @@ def test_no_rows(backend: str) -> None:
 
 def test_what_is_refused() -> None:
     total, ids, rows = torch.zeros(5, 8), torch.zeros(3, dtype=torch.int64), torch.zeros(3, 8)
-    with pytest.raises(TypeError, match=r"total must be \[V, H\] in float32, got \[5, 8\] in torch.bfloat16"):
+    with pytest.raises(TypeError, match=r"total must be float32, got torch.bfloat16"):
         add_token_rows(total.bfloat16(), ids, rows)
-    with pytest.raises(ValueError, match="total must be contiguous, got strides"):
-        add_token_rows(total.t(), ids, rows)
+    for wrong in (total.t(), total[0]):
+        with pytest.raises(ValueError, match=r"total must be \[V, H\] and contiguous, got .* with strides"):
+            add_token_rows(wrong, ids, rows)
     with pytest.raises(TypeError, match=r"ids must be torch.int32 or torch.int64, got torch.float32"):
         add_token_rows(total, ids.float(), rows)
     with pytest.raises(ValueError, match=r"rows must be \[3, 8\], got \[3, 7\]"):
         add_token_rows(total, ids, rows[:, :7])
+
+
+def test_the_same_bits_with_several_threads() -> None:
+    """torch shares additions of at least 32,768 elements out to its threads."""
+    ids, rows = torch.randint(0, 50, (8192,)), torch.randn(8192, 64)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        totals = [torch.zeros(50, 64) for _ in range(10)]
+        for total in totals:
+            add_token_rows(total, ids, rows)
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(total, totals[0]) for total in totals)
 
 
 @pytest.mark.gpu

@@ -595,6 +595,8 @@ def test_without_a_store_too_the_gradient_of_a_distributed_down_arrives_first(
         module(x, torch.randint(0, EXPERTS, (T, K)), torch.rand(T, K), max_rows=max_rows).sum().backward()
         assert said == ["down_proj", "computes", "gate_up_proj"]
         said.clear()
+    with pytest.raises(ValueError, match=r"x \[T, H\], ids and weights \[T, K\] do not fit"):
+        module(x, torch.zeros(T, dtype=torch.int64), torch.rand(T, K))
 
 
 class _Module(nn.Module):

@@ -208,6 +208,9 @@ def test_a_shard_that_is_lost_during_a_run(tmp_path: Path, many: DataSource) -> 
     damaged(tmp_path / "out", "shard-00002.bin", "truncated")
     with pytest.raises(RunError, match=r"shard-00002\.bin cannot be read.*changed while the run read it"):
         corpus.read(0, len(corpus))
+    start = sum(shard.tokens for shard in corpus.shards[:2])
+    with pytest.raises(RunError, match=r"it has \d+ tokens of \d+"):
+        corpus.read(start, start + 1)  # a token that is still there
 
 
 def test_cache_that_cannot_be_written(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from forebay.moe.dispatch import TokenDispatcher
 from forebay.moe.experts import experts
 from forebay.moe.experts_op import GateUpEdge
 from forebay.moe.low_rank import LowRank
+from forebay.moe.routing import check_routed
 from forebay.moe.wgrad import gate_up_edge
 
 NAME = "forebay"
@@ -149,7 +150,7 @@ def experts_forward(
     gate_up = local(self.gate_up_proj)
     deferred, pages = setting(self, "forebay_weight_gradients", None), setting(self, "forebay_pages", None)
     if edge is None and deferred is None and pages is None:
-        edge = _early_edge(self, gate_up, hidden_states, top_k_index, max_rows)
+        edge = _early_edge(self, gate_up, hidden_states, top_k_index, top_k_weights, max_rows)
     return experts(
         hidden_states,
         top_k_index,
@@ -174,7 +175,9 @@ def experts_forward(
     )
 
 
-def _early_edge(module: Any, gate_up: Tensor, x: Tensor, ids: Tensor, max_rows: int | None) -> GateUpEdge | None:
+def _early_edge(
+    module: Any, gate_up: Tensor, x: Tensor, ids: Tensor, weights: Tensor, max_rows: int | None
+) -> GateUpEdge | None:
     """For an eager call whose down is a DTensor; otherwise None, and `experts` makes it.
 
     Autograd runs the younger node first. An edge made before down's `to_local` waits until down's gradient is in its sum.
@@ -182,6 +185,7 @@ def _early_edge(module: Any, gate_up: Tensor, x: Tensor, ids: Tensor, max_rows: 
     trains = torch.is_grad_enabled() and gate_up.requires_grad
     if not trains or torch.compiler.is_compiling() or not isinstance(module.down_proj, DTensor):
         return None
+    check_routed(x, ids, weights)
     rows = ids.numel() if max_rows is None else min(ids.numel(), max_rows)
     return gate_up_edge(gate_up, x.shape[0], rows, ids.shape[1], module.is_transposed)
 

@@ -113,7 +113,8 @@ class WeightEdges:
     Autograd runs every node after one that ran, with no gradient if it received none: the parameter's hooks would run in the
     first part of the backward, and nodes between parameter and experts would free what they saved. So the experts' node has no
     edges to gate_up and down; these have, and they are run on their own. The consequences: `torch.autograd.grad` cannot be asked
-    for these gradients, a parameter that several calls of one graph share gets its gradients one by one, and DDP with
+    for these gradients, a parameter that several calls of one graph share gets its gradients one by one (a computed weight that
+    they share has nodes of its own, which the first call frees: its backward needs `retain_graph=True`), and DDP with
     `find_unused_parameters=True` takes these parameters for unused and raises "Expected to mark a variable ready only once".
 
     Weights of two leaves have an edge each: autograd adds down's gradient to its sum and frees it before gate_up's exists. Others

@@ -1,4 +1,4 @@
-"""Token corpora: text tokenized once, by several processes, into shards that are memory-mapped.
+"""Token corpora: text tokenized once, by several processes, into shards of which windows are read.
 
 Input: a `forebay.config.DataSource` and a tokenizer. Output: a folder of shards, and a `Corpus` that reads it. A shard is three
 files: tokens (``shard-00000.bin``), the end of each document in it (``.ends``) and a description (``.json``), which is written
@@ -105,10 +105,10 @@ class Corpus:
     def _tokens(self, number: int, start: int, stop: int) -> np.ndarray:
         # Not mapped: a window is small, and mapping a file takes three times as long as reading one.
         with self._reading(number, "bin") as file:
-            tokens = np.fromfile(file, self.dtype, stop - start, offset=start * self.dtype.itemsize)
-            if len(tokens) < stop - start:
-                raise ValueError(f"it ends before token {stop}")
-        return tokens.astype(np.int64)
+            size = self.dtype.itemsize
+            if (held := file.stat().st_size) < self.shards[number].tokens * size:
+                raise ValueError(f"it has {held // size} tokens of {self.shards[number].tokens}")
+            return np.fromfile(file, self.dtype, stop - start, offset=start * size).astype(np.int64)
 
     def _ends(self, number: int) -> np.ndarray:
         with self._reading(number, "ends") as file:

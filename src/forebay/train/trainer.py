@@ -209,7 +209,8 @@ class Trainer:
         """Whether steps run as a CUDA graph, or why not; None without `memory.graph`, and while it is undecided."""
         graph = self.cuda_graph
         if graph is None:
-            return why_called(self.config, gpu=False, experts=0) if self.config.step.graph else None
+            on_gpu = self.device.type == "cuda"  # where the graph is put aside for an evaluation
+            return (why_called(self.config, on_gpu, experts=0) or None) if self.config.step.graph else None
         if graph.eager_reason is not None:
             return f"steps cannot be captured and are launched by the host: {graph.eager_reason}"
         freed = ", whose memory evaluations need: it is captured again after each" if self._freed_graph else ""
@@ -394,7 +395,7 @@ class Trainer:
                     else:
                         total += sum(float(self._forward(microbatch, 1)) for microbatch in microbatches)
                     # Every pipeline rank has the same targets: count those of the first.
-                    count += int((batch.targets != IGNORE).sum()) if self.mesh.pp_rank == 0 else 0
+                    count += _with_loss(batch.targets) if self.mesh.pp_rank == 0 else 0
         finally:
             self.model.train()
             if self._shards is not None:
@@ -404,7 +405,7 @@ class Trainer:
 
     def _count(self, targets: Tensor) -> Tensor | int:
         """Targets of the step that have a loss, over all processes that share the batch. The host does not wait."""
-        own = int(np.count_nonzero(targets.numpy() != IGNORE))  # torch's threads are slow to begin, see `Batches`
+        own = _with_loss(targets)
         if self.mesh.batch.size == 1:
             # A CUDA graph reads it from memory. Division by a number and by a tensor may differ in the last bit.
             return own if self.cuda_graph is None else torch.tensor(own, device=self.device)
@@ -448,6 +449,11 @@ def _check_batch_memory(config: Config, mesh: Mesh) -> None:
             f"train.batch = {train.batch} with train.sequence = {train.sequence} needs {format_bytes(needed)} of host memory for "
             f"the tokens of a step, and {format_bytes(free)} are free; lower train.batch"
         )
+
+
+def _with_loss(targets: Tensor) -> int:
+    """How many targets have a loss."""
+    return int(np.count_nonzero(targets.numpy() != IGNORE))  # torch's threads are slow to begin, see `Batches`
 
 
 @contextmanager

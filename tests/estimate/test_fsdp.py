@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from forebay.estimate.allocator import CachingAllocator
-from forebay.estimate.fsdp import FsdpLifecycle, GroupParam, ParamGroup, UnshardedLifecycle
+from forebay.estimate.fsdp import FsdpLifecycle, GroupParam, ParamGroup, PersistentState, UnshardedLifecycle
 from forebay.estimate.state import Sharing
+from forebay.train import parallel
 
 MIB = 1 << 20
 ELEMENTS = 64 << 20  # of embedding and head each
@@ -123,19 +124,35 @@ def test_frozen_weights_are_gathered_and_not_reduced() -> None:
     assert allocator.allocated == 4 * MIB  # of the trained weight's shard, in fp32
 
 
-def test_gradients_that_nobody_shares_are_cast_in_the_order_of_the_modules(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Head and embedding before layers, as in a recorded history, although their gradients are complete last."""
-    ends = ParamGroup(-1, False, 1, (GroupParam("head", "head", 8, 8, 8),))
-    layers = [ParamGroup(n, False, 1, (GroupParam("w", "", 8, 8, 8),)) for n in range(2)]
-    allocator = CachingAllocator()
+def test_gradients_that_nobody_shares_are_cast_by_the_update_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums of 2 MiB in bf16 are the gradients; casts of 4 MiB are made in parts of 8, vectors after matrices."""
+    monkeypatch.setattr(parallel, "CAST_BYTES", 8 * MIB)
+    size = 1 << 20
+    ends = ParamGroup(-1, False, 1, (GroupParam("head", "head", size, size, size),))
+    layers = [ParamGroup(n, False, 1, (GroupParam("w", "", size, size, size),)) for n in range(3)]
+    norm = ParamGroup(3, False, 1, (GroupParam("norm", "", size // 4, size // 4, size // 4, vector=True),))
+    shared = ParamGroup(4, False, 2, (GroupParam("v", "", size, 2 * size, 2 * size),))
     alone = Sharing(sharded=True, parameter=4, compute=2, summed=2)
-    params = FsdpLifecycle(allocator, [ends, *layers], alone, "compute")
-    for place, name in ((1, "w"), (0, "w"), ("embedding", "head")):
-        params.enter(place, True, True)
-        params.keeps(place, name, allocator.malloc(16, "compute"))
-        params.leave(place, False, True, True)
-    order: list[int] = []
-    reduce = params._reduce
-    monkeypatch.setattr(params, "_reduce", lambda n: (order.append(n), reduce(n)))
+    groups = [ends, *layers, norm, shared]
+    allocator = CachingAllocator()
+    weights = PersistentState(allocator, groups, alone)
+    params = FsdpLifecycle(allocator, groups, alone, "compute")
+    assert [params.is_late(n) for n in range(6)] == [True] * 5 + [False]
+    for n in range(3):
+        params.keeps(n, "w", allocator.malloc(2 * MIB, "compute"))
+        params.leave(n, False, True, True)
+    before = allocator.allocated
     params.end_step()
-    assert order == [0, 1, 2]
+    assert allocator.allocated == before  # handed over as they are
+    sizes: list[int] = []
+    malloc = allocator.malloc
+    monkeypatch.setattr(allocator, "malloc", lambda size, *more: (sizes.append(size // MIB), malloc(size, *more))[1])
+    weights.optimize(params.is_late)
+    moments = [0, 4, 4]
+    assert sizes == [*moments, *(2 * [*moments, *moments, 4, 4]), 0, 1, 1, 1]
+    sizes.clear()
+    allocator.take_peak()
+    before = allocator.allocated
+    weights.optimize(params.is_late)
+    assert sizes == [4, 4, 4, 4, 1] and allocator.peak_allocated - before == 8 * MIB
+    assert allocator.allocated == before

@@ -1,5 +1,6 @@
 """FSDP2 in mixed precision, models that cannot be shared, and clipping. test_matrix.py compares meshes with one process."""
 
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 
 from forebay.config import Config, from_mapping
 from forebay.errors import RunError, UsageError
+from forebay.memory.storage import local
 from forebay.train import parallel
 from forebay.train.distributed import Mesh
 from forebay.train.trainer import Trainer
@@ -50,6 +52,94 @@ def test_compute_in_bfloat16(tiny: Callable[..., Config]) -> None:
         for losses, dtypes, validation in results:
             assert [*losses, validation] == pytest.approx(wanted, rel=2**-8)
             assert dtypes == ["torch.float32"]
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.1])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_an_update_casts_a_few_gradients_at_a_time(
+    tiny: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, overlap: bool, clip: float
+) -> None:
+    """The bits are those of casts of all gradients; of those it makes, none outlives its part."""
+    monkeypatch.setattr(parallel, "CAST_BYTES", most := 20_000)
+    settings = tiny(
+        model={"compute": "bfloat16"},
+        train={"clip": clip, "batch": 4},
+        parallel={"gradients": "compute", "overlap": overlap, "reshard": not overlap},
+    )
+    casts, parts = list[weakref.ref[torch.Tensor]](), list[int]()
+
+    def init_group(optimizer: Any, group: dict[str, Any], *lists: list[torch.Tensor]) -> bool:
+        assert all(cast() is None for cast in casts)
+        found = own(optimizer, group, *lists)
+        made = [
+            grad for weight, grad in zip(group["params"], lists[1], strict=True) if grad.data_ptr() != at(weight.grad)
+        ]
+        casts[:] = map(weakref.ref, made)
+        parts.append(sum(grad.nbytes for grad in made))
+        assert len(made) < 2 or parts[-1] <= most
+        return found
+
+    def at(gradient: torch.Tensor) -> int:
+        return local(gradient).data_ptr()
+
+    own = parallel.ShardedAdamW._init_group
+    monkeypatch.setattr(parallel.ShardedAdamW, "_init_group", init_group)
+    with Trainer(settings) as trainer:
+        weights = [p for group in trainer.optimizer.param_groups for p in group["params"]]
+        copies = {p: torch.nn.Parameter(local(p.detach()).clone()) for p in weights}
+        groups = [{**group, "params": [copies[p] for p in group["params"]]} for group in trainer.optimizer.param_groups]
+        reference = torch.optim.AdamW(groups)
+        for number in (1, 2):
+            trainer.gradients(number)
+            assert {p.grad.dtype for p in weights} == {torch.bfloat16}
+            for p in weights:
+                copies[p].grad = local(p.grad).float()
+            norm, factor = parallel.clip_gradients(weights, clip, trainer.mesh)
+            exact = torch.stack([copies[p].grad.double().square().sum() for p in weights]).sum().sqrt()
+            assert float(norm) == pytest.approx(float(exact), rel=1e-6)
+            assert (factor is None) == (clip == 0) and (factor is None or float(factor) < 1)
+            if factor is not None:
+                torch._foreach_mul_([copies[p].grad for p in weights], factor)
+            trainer.optimizer.factor = factor
+            trainer.optimizer.step()
+            trainer.optimizer.zero_grad()
+            reference.step()
+            assert all(torch.equal(local(p.detach()), copies[p].detach()) for p in weights)
+    assert len(parts) > 6 and sum(parts) == 2 * sum(p.nbytes for p in copies.values())
+
+
+def test_a_second_gradient_is_added_in_the_dtype_of_the_weight(tiny: Callable[..., Config]) -> None:
+    settings = tiny(model={"compute": "bfloat16"}, parallel={"gradients": "compute"})
+    with Trainer(settings) as trainer:
+        weights = list(trainer.model.parameters())
+        trainer.gradients(1)
+        first = [local(p.grad).clone() for p in weights]
+        trainer.gradients(1)
+        assert {p.grad.dtype for p in weights} == {torch.float32}
+        assert all(torch.equal(local(p.grad), 2 * g.float()) for p, g in zip(weights, first, strict=True))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_rehearsed_update_allocates_casts_too(
+    tiny: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, fused: bool
+) -> None:
+    settings = tiny(
+        model={"compute": "bfloat16"}, parallel={"gradients": "compute"}, optimizer={"fused": fused}, train={"steps": 2}
+    )
+    with Trainer(settings) as trainer:
+        trainer.step(1)
+        trainer.gradients(2)
+        shapes = [tuple(p.shape) for group in trainer.optimizer.param_groups for p in group["params"]]
+        taken: list[tuple[int, ...]] = []
+        monkeypatch.setattr(torch, "empty_like", lambda t: taken.append(tuple(t.shape)))
+        trainer.optimizer.rehearse()
+    assert sorted(taken) == sorted(shapes * (1 if fused else 2))
+
+
+def test_what_is_cast_together() -> None:
+    half = parallel.CAST_BYTES // 2
+    assert parallel.cast_parts([]) == []
+    assert parallel.cast_parts([half, half, 1, 5 * half, 1, 1]) == [range(0, 2), range(2, 3), range(3, 4), range(4, 6)]
 
 
 def refused(rank: int, world: int, raws: list[dict[str, Any]]) -> list[str]:
@@ -96,4 +186,5 @@ def test_nothing_to_clip(tiny: Callable[..., Config]) -> None:
             def sum(self, tensor: torch.Tensor) -> torch.Tensor:
                 return tensor + 9.0  # the other one's
 
-        assert float(parallel.clip_gradients(trainer.model.parameters(), 1.0, Two())) == 3.0  # type: ignore[arg-type]
+        norm, factor = parallel.clip_gradients(trainer.model.parameters(), 1.0, Two())  # type: ignore[arg-type]
+        assert float(norm) == 3.0 and factor is None

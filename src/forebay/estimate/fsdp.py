@@ -9,13 +9,14 @@ gradients that it keeps.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import itemgetter
 from typing import Any, NamedTuple
 
 from forebay.estimate.allocator import GRADIENTS, OPTIMIZER, PARAMETERS, Block, CachingAllocator
 from forebay.estimate.state import Sharing, Weight, WeightShapes, shard_length
+from forebay.train.parallel import cast_parts
 
 GATHER = "gather"
 REDUCE = "reduce"
@@ -151,6 +152,10 @@ class ParamLifecycle:
         """Autograd releases the gradient of weight `name`: whether it stays allocated. If not, it was added to a sum."""
         return False
 
+    def is_late(self, number: int) -> bool:
+        """Whether the gradients of a group keep the dtype of their sums until the update casts them."""
+        return False
+
     def end_step(self) -> None:
         """After the last backward."""
 
@@ -161,7 +166,8 @@ class ParamLifecycle:
 class PersistentState:
     """Parameters and moments, in the order of the parameters.
 
-    The optimizer makes both moments and a step count for each parameter in its first step: matrices, then vectors.
+    The optimizer makes both moments and a step count for each parameter in its first step: matrices, then vectors. It casts
+    gradients in parts (`forebay.train.parallel.ShardedAdamW`).
 
     Args:
         random: parameters are initialized, not loaded. Each is initialized whole, before the one before it is freed; so are the
@@ -171,8 +177,10 @@ class PersistentState:
     def __init__(self, allocator: CachingAllocator, groups: Sequence[ParamGroup], sharing: Sharing):
         self._allocator, self._s = allocator, sharing
         self._moments: list[Block] = []
-        ordered = [(_model_order(group, p.kind), p) for group in groups for p in group.params]
-        self._params = [p for _, p in sorted(ordered, key=itemgetter(0))]
+        ordered = [(_model_order(group, p.kind), p, n) for n, group in enumerate(groups) for p in group.params]
+        ordered.sort(key=itemgetter(0))
+        self._params = [p for _, p, _ in ordered]
+        self._numbers = [number for *_, number in ordered]  # of the group of each
         for p in self._params:
             if p.own:
                 allocator.malloc(self._element(p) * p.own, DEFAULT, PARAMETERS)
@@ -185,21 +193,28 @@ class PersistentState:
         if last is not None:
             allocator.free(last)
 
-    def optimize(self) -> None:
+    def optimize(self, is_late: Callable[[int], bool]) -> None:
+        """An update. `is_late`: that of the lifecycle."""
         s, first = self._s, not self._moments
+        made = list[Block]()
         for vectors in (False, True):
-            sizes = self._sizes(vectors)
-            for size in sizes if first else ():
-                steps = [4] if s.fused else []
-                self._moments += [self._allocator.malloc(n, DEFAULT, OPTIMIZER) for n in (*steps, size, size)]
-            if not s.fused:  # the root of the second moments, of all parameters at once
-                for block in reversed([self._allocator.malloc(size, DEFAULT) for size in sizes]):
-                    self._allocator.free(block)  # a list drops its last first
+            late = self._sizes(vectors, is_late, True)
+            casts = [[late[n] for n in part] for part in cast_parts(late)]
+            for sizes, cast in ((self._sizes(vectors, is_late, False), False), *((part, True) for part in casts)):
+                for size in sizes if first else ():
+                    steps = [4] if s.fused else []
+                    made += [self._allocator.malloc(n, DEFAULT, OPTIMIZER) for n in (*steps, size, size)]
+                held = [self._allocator.malloc(size, DEFAULT, GRADIENTS) for size in sizes if cast]
+                # The root of the second moments, of all parameters at once.
+                held += [self._allocator.malloc(size, DEFAULT) for size in sizes if not s.fused]
+                for block in reversed(held):  # a list drops its last first
+                    self._allocator.free(block)
+        self._moments += made
 
-    def _sizes(self, vectors: bool) -> list[int]:
-        """Bytes of the trained shards."""
-        trained = (p for p in self._params if p.own and not p.frozen)
-        return [self._s.parameter * p.own for p in trained if p.vector == vectors]
+    def _sizes(self, vectors: bool, is_late: Callable[[int], bool], late: bool) -> list[int]:
+        """Bytes of the trained shards, of groups for which `is_late` is `late`."""
+        trained = ((p, n) for p, n in zip(self._params, self._numbers, strict=True) if p.own and not p.frozen)
+        return [self._s.parameter * p.own for p, n in trained if p.vector == vectors and is_late(n) == late]
 
     def _element(self, param: GroupParam) -> int:
         return self._s.frozen if param.frozen else self._s.parameter
@@ -282,12 +297,6 @@ class _Sharded(ParamLifecycle):
         if not sums:
             return
         if self._stays(group):
-            # Not sharded: the trainer, not FSDP2, casts them one by one.
-            if s.summed != s.parameter:
-                for i, p in enumerate(group.params):
-                    cast = self._allocator.malloc(s.parameter * p.own, DEFAULT, GRADIENTS)
-                    self._free_sums([sums[i]])
-                    sums[i] = cast
             self._shards[number] = sums
             return
         own = group.trained
@@ -307,7 +316,7 @@ class _Sharded(ParamLifecycle):
             else:
                 self._partial[number] = reduced
             return
-        if s.summed != s.parameter:
+        if s.summed != s.parameter and not in_place:  # else the update casts it
             reduced = self._cast(reduced, s.parameter * own)
         if number in self._partial:
             self._allocator.free(self._partial.pop(number))
@@ -325,6 +334,9 @@ class _Sharded(ParamLifecycle):
     def _stays(self, group: ParamGroup) -> bool:
         """Whether the sums become the gradients where they are."""
         return group.processes == 1
+
+    def is_late(self, number: int) -> bool:
+        return self._s.summed != self._s.parameter and (self._stays(self._groups[number]) or self._in_place(number))
 
     def _in_place(self, number: int) -> bool:
         return False

@@ -197,7 +197,7 @@ class AllocatorRun:
         for n in range(number + captured):
             self._levels = []
             self.gradients(captured=n == number)
-            self._weights.optimize()
+            self._weights.optimize(self.params.is_late)
             self.note("", "optimizer")
             self.params.zero_grad()
         if captured and isinstance(self.params, UnshardedLifecycle):

@@ -6,14 +6,14 @@ FSDP2 during a step. Expert parameters [E, ...] are `Shard(0)` over "ep", then s
 decoder layer is sharded over the processes that share its stage and gathered for the layer's forward and backward;
 embedding, norm and head are gathered for the whole step. Replicas all-reduce what their processes have reduced (FSDP2's
 two-dimensional mesh). Gradients are *sums* over processes: each process's loss is the sum over its own tokens
-divided by the number of all tokens, so any split of tokens is right. Under mixed precision shards, gradients and optimizer
-states have the parameters' dtype, sums of gradients are fp32, and everything else has the compute dtype. Apply `shard`
-before `forebay.manage`, whose regions then lie inside FSDP2's hooks.
+divided by the number of all tokens, so any split of tokens is right. Under mixed precision shards and optimizer states have
+the parameters' dtype, gradients too where they are reduced, sums of gradients are fp32 (`parallel.gradients`), and everything
+else has the compute dtype. Apply `shard` before `forebay.manage`, whose regions then lie inside FSDP2's hooks.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -30,6 +30,9 @@ from forebay.models.families import absent_layers, decoder_layers, moe_blocks
 from forebay.models.hf_experts import cut_experts
 from forebay.moe.dispatch import LocalDispatcher, TokenDispatcher
 from forebay.train.distributed import Mesh
+
+CAST_BYTES = 512 << 20
+"""Bytes of gradients that an update casts together; a larger one is cast alone. A part is a few kernels of 0.1 ms."""
 
 
 class Shards:
@@ -53,7 +56,8 @@ class Shards:
             module.set_requires_gradient_sync(False, recurse=False)
 
     def finish(self) -> None:
-        """Call after the last backward of a step: then all gradients are on the sharded parameters, in their dtype."""
+        """Call after the last backward of a step: then all gradients are on the sharded parameters, in their dtype or in that of
+        their sum."""
         for module in self._own:
             for parameter in fsdp_group(module).fsdp_params:
                 _hand_over(parameter)
@@ -85,13 +89,14 @@ def _hand_over(parameter: Any) -> None:
 def add_to_shard(parameter: Any, own: torch.Tensor) -> None:
     """Add this process's part `own`, in any dtype, to the gradient of an `FSDPParam`'s shard.
 
-    A first gradient of the shard's dtype becomes `own` itself, without a copy.
+    A first gradient becomes `own` itself, without a copy, in its dtype: `ShardedAdamW` casts a few of them at a time. All of
+    them in fp32, beside sums in bf16, would take 4 bytes a parameter.
     """
     shard = parameter.sharded_param
-    own = own.to(shard.dtype)
+    shard.grad_dtype = None  # any
     if shard.grad is not None:
-        local(shard.grad).add_(own)
-    else:
+        own = local(shard.grad).to(shard.dtype).add_(own)
+    if shard.grad is None or shard.grad.dtype != own.dtype:
         shard.grad = DTensor.from_local(
             own, shard.device_mesh, shard.placements, run_check=False, shape=shard.shape, stride=shard.stride()
         )
@@ -199,22 +204,26 @@ def dispatcher_of(model: Any, mesh: Mesh, config: Config) -> TokenDispatcher | N
 
 
 @torch.no_grad()
-def clip_gradients(parameters: Iterable[nn.Parameter], limit: float, mesh: Mesh) -> torch.Tensor:
+def clip_gradients(
+    parameters: Iterable[nn.Parameter], limit: float, mesh: Mesh
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Scale gradients so that their norm over all processes is at most `limit`; 0 leaves them unchanged.
+
+    Those of another dtype than their weight stay as they are, as a product in it would round: `ShardedAdamW` scales their casts.
 
     The host does not wait. `torch.nn.utils.clip_grad_norm_` does not mix DTensors of two meshes. The parts of a DTensor are
     disjoint within a replica, so one all-reduce adds up the squares. It is one over all replicas, which hold the same
     gradients: they get the same norm to the last bit, and stay the same.
 
     Returns:
-        The norm before, on the device.
+        The norm before, and the factor, None without a limit; on the device.
 
     Raises:
         RunError: there is one process, and no parameter has a gradient.
     """
-    grads = [local(p.grad) for p in parameters if p.grad is not None]
-    if grads:
-        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(grads)))
+    weights = [p for p in parameters if p.grad is not None]
+    if weights:
+        norm = torch.linalg.vector_norm(torch.stack(_norms([_own(p) for p in weights])))
     elif mesh.size == 1:
         raise RunError(
             "no parameter has a gradient to clip: call this after backward() and before zero_grad(), and train at least one "
@@ -224,38 +233,107 @@ def clip_gradients(parameters: Iterable[nn.Parameter], limit: float, mesh: Mesh)
         norm = torch.zeros((), device=mesh.device)
     if mesh.size > 1:
         norm = mesh.sum(norm.float().square()).div_(mesh.replicate).sqrt()
-    if limit and grads:
-        # Bitwise as torch.nn.utils.clip_grad_norm_.
-        torch._foreach_mul_(grads, torch.clamp(limit / (norm + 1e-6), max=1.0))
-    return norm
+    if not (limit and weights):
+        return norm, None
+    # Bitwise as torch.nn.utils.clip_grad_norm_.
+    factor = torch.clamp(limit / (norm + 1e-6), max=1.0)
+    if grads := [_own(p) for p in weights if not _is_cast_late(p)]:
+        torch._foreach_mul_(grads, factor)
+    return norm, factor
+
+
+def _own(weight: nn.Parameter) -> torch.Tensor:
+    """This process's part of the gradient."""
+    assert weight.grad is not None
+    return local(weight.grad)
+
+
+def _norms(grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The norm of each gradient: in fp32 of one in half precision, in its own dtype of others."""
+    norms: dict[int, torch.Tensor] = {}
+    for half in (False, True):
+        places = [n for n, grad in enumerate(grads) if (grad.dtype.itemsize < 4) == half]
+        # A list of one dtype is one kernel.
+        found = torch._foreach_norm([grads[n] for n in places], dtype=torch.float32 if half else None) if places else ()
+        norms |= zip(places, found, strict=True)
+    return [norms[n] for n in range(len(grads))]
+
+
+def _is_cast_late(weight: nn.Parameter) -> bool:
+    """Whether the weight's gradient has another dtype: that of its sum, see `Shards.finish`."""
+    return weight.grad is not None and weight.grad.dtype != weight.dtype
 
 
 class ShardedAdamW(torch.optim.AdamW):
     """AdamW whose update sees the local parts of DTensors, as a fused update takes no DTensors of two meshes.
 
-    The states are DTensors like their parameters, so that checkpoints know their whole shape.
+    The states are DTensors like their parameters, so that checkpoints know their whole shape. Gradients of another dtype than
+    their weights are cast a few at a time (`cast_parts`), and freed before the next.
+
+    Attributes:
+        factor: of gradients that are cast, on their device; None is 1.
     """
+
+    factor: torch.Tensor | None = None
 
     def rehearse(self) -> None:
         """Allocate and free what `step` allocates, so that it finds the same blocks in the allocator's cache.
 
         An update that runs out of memory halfway has changed moments and not the weights, and cannot be repeated. A fused one
-        allocates nothing; another one has the roots of a group's second moments at once.
+        allocates casts of gradients only; another one has the roots of a group's second moments at once as well.
 
         Raises:
             torch.OutOfMemoryError: nothing was changed.
         """
-        for group in self.param_groups:
-            if not group["fused"]:
-                states = [self.state[p] for p in group["params"] if p.grad is not None]
-                roots = [torch.empty_like(local(state["exp_avg_sq"])) for state in states if state]
-                del roots
+        for group in map(_cast_in_parts, self.param_groups):
+            for part in group:
+                weights = [p for p in part["params"] if p.grad is not None]
+                taken = [torch.empty_like(local(p.detach())) for p in weights if _is_cast_late(p)]
+                if not part["fused"]:
+                    states = [state for p in weights if (state := self.state[p])]
+                    taken += [torch.empty_like(local(state["exp_avg_sq"])) for state in states]
+                del taken
+
+    def step(self, closure: Any = None) -> Any:
+        groups = self.param_groups
+        self.param_groups = [part for group in groups for part in _cast_in_parts(group)]
+        try:
+            return super().step(closure)
+        finally:
+            self.param_groups = groups
 
     def _init_group(self, group: dict[str, Any], *lists: list[torch.Tensor]) -> bool:
         complex_found = super()._init_group(group, *lists)  # type: ignore[misc]  # not in the stubs
         for tensors in lists:
             tensors[:] = [local(t) for t in tensors]
+        weights, grads, *_ = lists
+        late = [n for n, (weight, grad) in enumerate(zip(weights, grads, strict=True)) if weight.dtype != grad.dtype]
+        for n in late:
+            grads[n] = grads[n].to(weights[n].dtype)
+        if late and self.factor is not None:
+            torch._foreach_mul_([grads[n] for n in late], self.factor)
         return complex_found
+
+
+def cast_parts(sizes: Sequence[int]) -> list[range]:
+    """Which gradients are cast together, by the bytes of their casts: neighbors of at most `CAST_BYTES`, or one alone."""
+    parts, first, held = list[range](), 0, 0
+    for number, size in enumerate(sizes):
+        if number > first and held + size > CAST_BYTES:
+            parts.append(range(first, number))
+            first, held = number, 0
+        held += size
+    return [*parts, range(first, len(sizes))] if sizes else []
+
+
+def _cast_in_parts(group: dict[str, Any]) -> list[dict[str, Any]]:
+    """A group of AdamW as several: the weights whose gradients are not cast, and parts of the others."""
+    late = [p for p in group["params"] if _is_cast_late(p)]
+    if not late:
+        return [group]
+    rest = [p for p in group["params"] if not _is_cast_late(p)]
+    parts = [[late[n] for n in part] for part in cast_parts([local(p).nbytes for p in late])]
+    return [{**group, "params": weights} for weights in (rest, *parts) if weights]
 
 
 def _even_dimension(parameter: nn.Parameter, size: int) -> Shard:

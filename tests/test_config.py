@@ -112,6 +112,27 @@ def test_overrides(tmp_path: Path) -> None:
         ({"model": {"family": "mixtral", "loss": "transformers"}, "parallel": {"pp": 2}}, ["model.loss = 'fused'"]),
         (with_key("model", loss="transformers") | {"parallel": {"overlap": True}}, ["parallel.overlap = true needs"]),
         (with_key("memory", policy="offload") | {"parallel": {"overlap": True}}, ["parallel.overlap = true supports"]),
+        *(
+            (
+                with_key("model", experts="transformers") | more,
+                [f"{key} needs model.experts = 'forebay', not 'transformers'"],
+            )
+            for key, more in {
+                "parallel.pp = 2": {"parallel": {"pp": 2}},
+                "parallel.overlap = true": {"parallel": {"overlap": True}},
+                "memory.graph = true": {"memory": {"graph": True}},
+            }.items()
+        ),
+        # What was asked for is named: the graph, for which microbatches overlap.
+        *(
+            (more | {"parallel": {"ep": 2}}, ["memory.graph = true with parallel.ep = 2", word])
+            for word, more in {
+                "supports memory.policy = 'keep', 'recompute', 'stash' with": with_key(
+                    "memory", graph=True, policy="offload"
+                ),
+                "has one for all": with_key("data", packing="documents") | {"memory": {"graph": True}},
+            }.items()
+        ),
         (PIPELINE | {"memory": {"policy": "auto", "budget": "1GiB"}}, ["memory.policy = auto", "keep", "'stash'"]),
         (with_key("memory", pages="1GiB"), ["memory.pages", "'stash'"]),
         (with_key("memory", policy={"*.mlp": "stash"}, pages="much"), ["memory.pages", "'much'"]),

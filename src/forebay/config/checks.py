@@ -25,7 +25,7 @@ def check(c: Config) -> None:
     Raises:
         UsageError: the first mistake.
     """
-    _raise_first(_mistakes(implied(c)))
+    _raise_first(_mistakes(implied(c), _engine_of(c)))
 
 
 def check_world(c: Config, size: int) -> None:
@@ -69,8 +69,26 @@ def _raise_first(mistakes: Iterator[str]) -> None:
         raise UsageError(mistake)
 
 
-def _mistakes(c: Config) -> Iterator[str]:
+def _engine_of(c: Config) -> str:
+    """The given key for which an engine runs the layers of a step, and its value; "" if there is none.
+
+    Args:
+        c: before keys that are "auto" get a value: messages name what was asked for, not what follows from it.
+    """
+    p = c.parallel
+    keys = {
+        f"parallel.pp = {p.pp}": p.pp > 1,
+        "parallel.overlap = true": p.overlap is True,
+        f"memory.graph = true with parallel.ep = {p.ep}": c.memory.graph is True and p.ep > 1,
+        "memory.graph = true": c.memory.graph is True,
+    }
+    return next((key for key, is_given in keys.items() if is_given), "")
+
+
+def _mistakes(c: Config, engine: str) -> Iterator[str]:
+    """`c`: with its implied values; `engine`: see `_engine_of`."""
     yield from _model_and_data_mistakes(c)
+    yield from _packing_mistakes(c, engine)
     yield from _training_mistakes(c)
     yield from _memory_mistakes(c.memory)
     if c.memory.precision == "fp8" and "bfloat16" not in (c.model.compute, c.model.dtype):
@@ -79,7 +97,7 @@ def _mistakes(c: Config) -> Iterator[str]:
             "model.dtype to 'bfloat16', or leave it out"
         )
     yield from _pipeline_mistakes(c)
-    yield from _engine_mistakes(c)
+    yield from _engine_mistakes(c, engine)
     if 0 < float(c.parallel.capacity_factor) < 1:
         yield (
             f"parallel.capacity_factor = {c.parallel.capacity_factor} is too small; it must be at least 1.0, which is room for "
@@ -130,7 +148,6 @@ def _model_and_data_mistakes(c: Config) -> Iterator[str]:
         yield "data.mixture takes the place of data.source and data.path; give either"
     if c.data.mixture and not c.data.sources():
         yield "data.mixture has no weight above 0; give at least one"
-    yield from _packing_mistakes(c)
 
 
 def _source_mistakes(where: str, source: Data | DataSource) -> Iterator[str]:
@@ -142,17 +159,12 @@ def _source_mistakes(where: str, source: Data | DataSource) -> Iterator[str]:
         yield f"{where}.path of 'shards' is one folder; for several, give each a table in data.mixture"
 
 
-def _packing_mistakes(c: Config) -> Iterator[str]:
+def _packing_mistakes(c: Config, engine: str) -> Iterator[str]:
     """Where the boundaries of documents would be ignored, there is no packing by documents."""
     if c.data.packing != "documents":
         return
-    keys = {
-        "parallel.overlap = true": c.parallel.overlap,
-        f"parallel.pp = {c.parallel.pp}": c.parallel.pp > 1,
-        "memory.graph = true": c.memory.graph,
-    }
-    if key := next((key for key, is_set in keys.items() if is_set), ""):
-        yield f"data.packing = 'documents' needs masks of each microbatch, and {key} has one for all; use 'joined'"
+    if engine:
+        yield f"data.packing = 'documents' needs masks of each microbatch, and {engine} has one for all; use 'joined'"
     if c.model.attention not in ("sdpa", "eager"):
         yield (
             f"data.packing = 'documents' with model.attention = {c.model.attention!r} would let attention cross documents; "
@@ -226,8 +238,6 @@ def _pipeline_mistakes(c: Config) -> Iterator[str]:
             f"parallel.overlap = true is for parallel.pp = 1; with parallel.pp = {p.pp}, parallel.schedule = 'dualpipev' "
             "overlaps by itself: leave parallel.overlap out"
         )
-    if c.model.loss != "fused":
-        yield f"parallel.pp = {p.pp} needs model.loss = 'fused', not {c.model.loss!r}"
     if c.memory.policy == "auto":
         yield (
             f"parallel.pp = {p.pp} does not support memory.policy = auto; "
@@ -240,20 +250,23 @@ def _pipeline_mistakes(c: Config) -> Iterator[str]:
         )
 
 
-def _engine_mistakes(c: Config) -> Iterator[str]:
-    """Without a pipeline, an engine runs overlapped microbatches, or a CUDA graph of one after the other."""
-    if c.parallel.pp > 1 or not (c.parallel.overlap or c.memory.graph):
+def _engine_mistakes(c: Config, engine: str) -> Iterator[str]:
+    """An engine runs a pipeline, overlapped microbatches, or a CUDA graph of one after the other."""
+    if not engine:
         return
-    key = "parallel.overlap = true" if c.parallel.overlap else "memory.graph = true"
+    if c.model.experts != "forebay":
+        yield f"{engine} needs model.experts = 'forebay', not {c.model.experts!r}"
+    if c.model.loss != "fused":
+        yield f"{engine} needs model.loss = 'fused', not {c.model.loss!r}"
+    if c.parallel.pp > 1:
+        return
     placements = c.memory.placements
     known = {"keep", "recompute", "stash"} if c.parallel.overlap else {"keep", "offload", "recompute", "stash"}
     if not placements <= known or c.memory.recompute != "light":
         yield (
-            f"{key} supports memory.policy = {', '.join(map(repr, sorted(known)))} with memory.recompute = 'light', "
+            f"{engine} supports memory.policy = {', '.join(map(repr, sorted(known)))} with memory.recompute = 'light', "
             f"not {', '.join(sorted(placements))} with {c.memory.recompute!r}"
         )
-    if c.model.loss != "fused":
-        yield f"{key} needs model.loss = 'fused'"
 
 
 def _graph_mistakes(c: Config) -> Iterator[str]:

@@ -102,14 +102,19 @@ def test_everything_is_offloaded_on_request() -> None:
     assert plan.stall_seconds > 0
 
 
-def test_the_calls_of_an_engine_are_those_of_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "policy", ["offload", {"*.mlp": "offload", "model.layers.1.mlp.experts": "recompute"}], ids=["whole", "experts"]
+)
+def test_the_calls_of_an_engine_are_those_of_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str | dict[str, str]
+) -> None:
     """A MoE sublayer is two calls, the dense one of the first layer is one."""
     settings = config(
         write_text(tmp_path, 500),
         {**MODEL, "num_hidden_layers": 2, "mlp_only_layers": [0]},
         model={"dtype": "float32", "compute": "bfloat16"},
         train={"batch": 4, "microbatch": 2},
-        memory={"graph": True, "policy": "offload", "offload": "all"},
+        memory={"graph": True, "policy": policy, "offload": "all"},
         parallel={"reshard": False},
     )
     with Trainer(settings) as trainer:

@@ -238,8 +238,9 @@ def calls_of(part: Part, hidden: int, least: int, engine: bool) -> tuple[list[tu
     items = offloadable(events, hidden, least)
     if not is_cut(part, engine):
         return (items,)
-    ours = {events.experts_h} | ({events.experts_x} & events.transferred)
-    first = next((at for at, (n, _) in enumerate(items) if n in ours), len(items))
+    # Experts may recompute h and not save it: what is made after it is of their call as well. Storages are numbered as made.
+    ours = {events.experts_x} & events.transferred
+    first = next((at for at, (n, _) in enumerate(items) if n in ours or n >= events.experts_h), len(items))
     return items[:first], items[first:]
 
 

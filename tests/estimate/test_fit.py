@@ -100,37 +100,57 @@ def test_grouped_products_in_float32_are_called() -> None:
     assert any("captured step's memory" in note for note in dense.notes)
 
 
+SPREAD: dict[str, Any] = {"parallel": {"ep": 2}}  # with more processes than that: an obstacle that advises a graph
+
+
 @pytest.mark.parametrize(
-    ("capturable", "graph", "sections"),
+    ("capturable", "graph", "gpus", "sections"),
     [
-        (True, False, {}),
-        (
-            True,
-            "auto",
-            {"model": {"family": "qwen3", "config": DENSE}},
-        ),  # its obstacle says that memory.graph = true tries it
-        (True, False, {"parallel": {"overlap": True}}),
-        (False, False, {"model": {"dtype": "float32"}}),
-        (False, False, {"parallel": {"reshard": True}}),
-        (False, "auto", {"data": {"packing": "documents"}}),
-        (False, "auto", {"memory": {"policy": {"model.layers.0": "recompute"}}}),
-        (False, "auto", {"device": {"type": "cpu"}}),
+        (True, False, 1, {}),
+        # Its obstacle says that memory.graph = true tries it.
+        (True, "auto", 1, {"model": {"family": "qwen3", "config": DENSE}}),
+        (True, False, 1, {"parallel": {"overlap": True}}),
+        (False, False, 1, {"model": {"dtype": "float32"}}),
+        (False, False, 1, {"parallel": {"reshard": True}}),
+        (False, "auto", 1, {"data": {"packing": "documents"}}),
+        (False, "auto", 1, {"memory": {"policy": {"model.layers.0": "recompute"}}}),
+        (False, "auto", 1, {"device": {"type": "cpu"}}),
+        (True, "auto", 2, {}),
+        (True, "auto", 4, SPREAD),
+        (True, "auto", 4, {**SPREAD, "memory": {"policy": "recompute"}}),
+        # The first obstacle advises a graph, and a later one refuses it.
+        (False, "auto", 2, {"parallel": {"reshard": True}}),
+        (False, "auto", 2, {"model": {"loss": "transformers"}}),
+        (False, "auto", 2, {"model": {"experts": "transformers"}}),
+        (False, "auto", 2, {"model": {"dtype": "float32"}}),
+        (False, "auto", 2, {"data": {"packing": "documents"}}),
+        (False, "auto", 2, {"memory": {"policy": "recompute", "recompute": "full"}}),
+        (False, "auto", 2, {"memory": {"policy": {"model.layers.0": "recompute"}}}),
+        (False, "auto", 1, {"optimizer": {"fused": False}, "memory": {"policy": "auto", "budget": "1GiB"}}),
+        (False, "auto", 4, {**SPREAD, "memory": {"policy": "offload"}}),
+        (False, "auto", 4, {**SPREAD, "memory": {"policy": "auto", "budget": "1GiB"}}),
+        (False, "auto", 4, {"parallel": {"ep": 2, "capacity_factor": 0}}),
+        (False, "auto", 4, {**SPREAD, "model": {"config": {**TINY, "hidden_size": 20}}}),  # rows of 40 bytes
     ],
     ids=str,
 )
 def test_a_graph_is_advised_where_it_can_be_captured(
-    capturable: bool, graph: bool | str, sections: dict[str, dict[str, Any]]
+    capturable: bool, graph: bool | str, gpus: int, sections: dict[str, dict[str, Any]]
 ) -> None:
     raw: dict[str, dict[str, Any]] = {
         "model": {"family": "qwen3_moe", "config": TINY, "dtype": "bfloat16"},
-        "train": {"batch": 4, "microbatch": 1, "sequence": 64},
+        "train": {"batch": 8, "microbatch": 1, "sequence": 64},
         "device": {"type": "cuda"},
         "memory": {"graph": graph},
     }
     config = from_mapping({name: {**raw.get(name, {}), **sections.get(name, {})} for name in {**raw, **sections}})
-    step = fit_run(config, plan_layers(config, 1), 1, device=load("h200")).step
+    fit = fit_run(config, plan_layers(config, gpus), gpus, device=load("h200"))
+    step = fit.step
     assert step is not None and step.launch > 0 and step.limited_by_host
     assert step.capturable == capturable == ("memory.graph = true" in step.sentence())
+    if graph == "auto":
+        advised = [note for note in fit.notes if "memory.graph = true tries it" in note]
+        assert bool(advised) == capturable
 
 
 def assert_called(fit: Fit, why: str) -> None:

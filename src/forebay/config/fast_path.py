@@ -89,7 +89,16 @@ class FastPath:
     @property
     def may_capture(self) -> bool:
         """Whether steps are captured, or the obstacle says that `memory.graph = true` tries it."""
-        return self.config.step.graph or self.obstacle.endswith(_BESIDE)
+        return self.config.step.graph or self.advises_graph
+
+    @property
+    def advises_graph(self) -> bool:
+        return self.obstacle.endswith(_BESIDE)
+
+    def without_advice(self) -> FastPath:
+        """The same where `memory.graph = true` would not help."""
+        obstacle = self.obstacle.removesuffix(_BESIDE).removesuffix("; ")
+        return replace(self, reasons=dict.fromkeys(self.reasons, obstacle), obstacle=obstacle)
 
     @property
     def line(self) -> str:

@@ -327,7 +327,7 @@ def fit_run(
         step = StepTimer(estimator, placements, [fit.parameters for fit in fits], stall).step()
         # What "auto" would say of a graph, whatever was given.
         opened = fast_path_of(replace(asked, memory=replace(asked.memory, graph=AUTO)), world, traces)
-        step = replace(step, capturable=opened.may_capture and not estimator.why_called)
+        step = replace(step, capturable=opened.may_capture)
     sublayers = tuple(sublayer for rank in ranks for sublayer in rank.sublayers)
     levels = tuple(rank.levels for rank in ranks)
     return Fit(fits, world, estimator.weights.total, budget, sublayers, tuple(notes), step, choices, levels)

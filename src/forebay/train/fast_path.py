@@ -4,21 +4,24 @@ Input: a `Config`, and where its processes are. Output: the `FastPath` that `for
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from forebay.config import Config, Facts, FastPath, is_open, resolve
+from forebay.config import Config, Facts, FastPath, check_world, is_open, resolve, why_called
+from forebay.config.checks import check
 from forebay.config.sections import AUTO
+from forebay.errors import UsageError
 from forebay.models.families import UnknownLayerError, called_paths, decoder_layers
 from forebay.moe.backends import peers_are_reachable, symmetric_takes, topology_of
 from forebay.policy import PolicyError, container_of
 from forebay.policy import resolve as assign
 from forebay.train.distributed import Mesh
 from forebay.train.hf_io import declared_by, skeleton
+from forebay.train.parallel import experts_in
 
 
 @dataclass(frozen=True)
@@ -92,7 +95,21 @@ def choose_path(
         layers=getattr(text, "num_hidden_layers", 0),
         container=_container(config.memory.policy, sketch) if sketch else None,
     )
-    return resolve(config, facts)
+    path = resolve(config, facts)
+    return path if not path.advises_graph or _takes_graph(config, facts, experts_in(model)) else path.without_advice()
+
+
+def _takes_graph(config: Config, facts: Facts, experts: int) -> bool:
+    """Whether a run with `memory.graph = true` starts and captures its steps, as far as facts tell. An obstacle is the first of
+    several, and others may be in the way of that as well."""
+    captured = replace(config, memory=replace(config.memory, graph=True))
+    try:
+        check(captured)
+        check_world(captured, facts.processes)
+    except UsageError:
+        return False
+    dispatches = config.parallel.ep == 1 or facts.reaches  # by the symmetric dispatcher, which alone runs in a graph
+    return dispatches and facts.container is None and not why_called(captured, facts.gpu, experts)
 
 
 def _outline(config: Config, declared: Any) -> Outline:

@@ -193,6 +193,11 @@ def test_placements_are_chosen_where_keeping_everything_does_not_fit() -> None:
     assert not fixed.managed.fits and not fixed.managed.choices
 
 
+def test_forebay_in_a_trainer_has_no_dispatcher() -> None:
+    with pytest.raises(UsageError, match="'stash' puts 'stash' on"):
+        planned(overrides=(*SMALL, "memory.policy=stash"))
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -32,7 +32,8 @@ from forebay.estimate.trace_cache import ModelFacts, TraceCache
 from forebay.estimate.types import Shape
 from forebay.estimate.walk import StepLevel
 from forebay.models.catalog import PUBLISHED, find
-from forebay.policy import PLACEMENTS, PolicyError, format_bytes, is_inside, refuse_containers, resolve
+from forebay.models.placements import split_stash
+from forebay.policy import PLACEMENTS, Claim, PolicyError, format_bytes, is_inside, refuse_containers, resolve
 from forebay.train.hf_io import declared_by
 from forebay.train.parallel import experts_in
 
@@ -396,7 +397,9 @@ def _estimator(
     notes = _notes(c, facts.attention, experts, called)
     placements, recompute_experts = dict[str, str](), set[int]()
     if auto is None:
-        placements, recompute_experts = _placements(c, facts, notes)
+        claims = _claims(c, facts)
+        _refuse_stash(claims, c, sharing, facts, traces.model(c.model, declared))
+        placements, recompute_experts = _placements(claims, facts.sublayers, notes)
     shape = shape_of(c, declared, sharing, skew)
     actions = None
     if p.pp > 1:
@@ -432,25 +435,50 @@ def _dispatcher_bytes(config: Config, text: Any, shape: Shape, sharing: Sharing)
     return all_to_all_bytes(p.ep)
 
 
-def _placements(config: Config, facts: ModelFacts, notes: list[str]) -> tuple[dict[str, str], set[int]]:
-    """The placement of every sublayer that is not kept, and the layers with an offloaded MoE sublayer whose experts are
-    recomputed."""
+def _claims(config: Config, facts: ModelFacts) -> list[Claim]:
+    """What the configuration's policy places.
+
+    Raises:
+        PolicyError: a policy that matches nothing, or that nests placements.
+        UsageError: a placement that an engine refuses.
+    """
     policy, paths, sublayers = config.memory.policy, facts.paths, facts.sublayers
     if policy == "auto":
-        return {}, set()
-    if policy == "stash":
-        sublayers = [h for h in sublayers if h.endswith(".mlp") and f"{h}.experts" in paths]
+        return []
     if isinstance(policy, str):
-        return dict.fromkeys(sublayers, policy), set()
-    found: dict[str, str] = {}
-    uncounted: list[str] = []
-    recompute_experts: set[int] = set()
+        placed = _moe_sublayers(facts) if policy == "stash" else []
+        return [Claim(path, policy, policy) for path in placed or sublayers]
     claims = resolve(policy, paths, experts=_light_experts(config, paths), everything=sublayers)
     if config.has_engine:
         try:
             refuse_containers({claim.path: claim.placement for claim in claims}, sublayers)
         except PolicyError as error:
             raise UsageError(f"{config.engine_key}: {error}") from error
+    return claims
+
+
+def _refuse_stash(claims: Sequence[Claim], config: Config, sharing: Sharing, facts: ModelFacts, model: Any) -> None:
+    """Raise UsageError for a "stash" that a run refuses: rows are paged where a token dispatcher brings them to Forebay's experts."""
+    dispatches = (sharing.gathered or sharing.ep > 1) and config.model.experts == "forebay"
+    paged = {path for h in _moe_sublayers(facts) for path in (h, f"{h}.experts")} if dispatches else set()
+    try:
+        split_stash(model, [claim for claim in claims if claim.path not in paged], None)
+    except PolicyError as error:
+        raise UsageError(f"memory.policy: {error}") from error
+
+
+def _moe_sublayers(facts: ModelFacts) -> list[str]:
+    return [path for path in facts.sublayers if f"{path}.experts" in facts.paths]
+
+
+def _placements(
+    claims: Sequence[Claim], sublayers: Sequence[str], notes: list[str]
+) -> tuple[dict[str, str], set[int]]:
+    """The placement of every sublayer that is not kept, and the layers with an offloaded MoE sublayer whose experts are
+    recomputed."""
+    found: dict[str, str] = {}
+    uncounted: list[str] = []
+    recompute_experts: set[int] = set()
     for claim in claims:
         inside = [h for h in sublayers if h == claim.path or is_inside(h, [claim.path])]
         moe_path = claim.path.removesuffix(".experts")
@@ -470,7 +498,7 @@ def _placement_notes(uncounted: Sequence[str], recompute_experts: Iterable[int])
     notes = []
     if uncounted:
         more = " and others" * (len(uncounted) > 1)
-        notes.append(f"Placements inside a sublayer are counted as keep: {uncounted[0]!r}{more}.")
+        notes.append(f"Placements of other modules than sublayers are counted as keep: {uncounted[0]!r}{more}.")
     if numbers := ", ".join(map(str, sorted(recompute_experts))):
         notes.append(
             f"Experts of layers {numbers} recompute their first product, which is neither saved nor offloaded."

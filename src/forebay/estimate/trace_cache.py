@@ -87,6 +87,15 @@ class TraceCache:
             self._models[key] = model
         return self._facts[key]
 
+    def model(self, section: Model, declared: Any) -> Any:
+        """The model, on the meta device.
+
+        Raises:
+            UsageError: see `facts`.
+        """
+        self.facts(section, declared)
+        return self._models[_key(section, declared)]
+
     def trace(self, section: Model, declared: Any, shape: Shape) -> ModelTrace:
         """The trace of one microbatch.
 

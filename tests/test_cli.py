@@ -23,7 +23,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from forebay import cli
 from forebay.config import load
 from forebay.errors import DoesNotFit, Interrupted, UsageError
+from forebay.estimate.fit import least_budget
 from forebay.estimate.layers import plan_layers
+from forebay.estimate.plan import fit_run
 from forebay.models.catalog import PUBLISHED
 from forebay.train import restore
 from forebay.train.trainer import Trainer
@@ -212,6 +214,10 @@ def test_plan_chooses_placements(run: Run, plan: Plan, config: str) -> None:
     freed = sum(row["freed_bytes"] * len(row["layers"]) for row in fit["chosen"])
     assert freed == sum(p["held_bytes"] for p in kept["placements"]) - sum(p["held_bytes"] for p in fit["placements"])
 
+    assert not fit["chosen_settings"]
+    given = '--set=memory.policy={"model.layers.0"="offload"}'  # it is not what is planned
+    assert plan(*many, given, f"--budget={budget}", "--auto")["fit"] == fit
+
     _, out, _ = run("plan", config, *many, f"--budget={budget}", "--auto")
     assert "a microbatch." in out and "Placements cost at most" in out
 
@@ -365,6 +371,18 @@ def test_out_of_memory_says_what_fits(
     monkeypatch.setattr(Trainer, "step", out)
     monkeypatch.setattr("forebay.train.loop.usable_bytes", lambda device: budget)
     refused(run("train", config), "CUDA out of memory. Tried to allocate", advice, f"--budget {budget} --auto", code=3)
+
+
+def test_what_fits_names_what_its_placements_need(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On two GPUs, whose step is a graph by default, and none with the placements that are found."""
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    sizes = {"device.type": "cuda", "model.dtype": "float32", "model.compute": "bfloat16", "parallel.ep": 2}
+    sizes |= {"train.batch": 8, "train.microbatch": 1, "train.sequence": 4096, "model.config.num_hidden_layers": 8}
+    settings = load(config, [f"{name}={json.dumps(value)}" for name, value in sizes.items()])
+    kept, least = (fit_run(settings, plan_layers(settings, 2), 2, auto=auto).fullest for auto in (None, 1))
+    said = cli._what_fits(settings, config, (2 * least_budget(least.total) + least_budget(kept.total)) // 3)
+    assert "placements that fit" in said and "with memory.graph = true: rank 0: recompute" in said
 
 
 def test_debug_shows_the_traceback(run: Run, config: str) -> None:

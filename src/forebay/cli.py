@@ -16,6 +16,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -291,7 +292,7 @@ def _what_fits(config: "Config", source: str, budget: int) -> str:
     """Advice for a run that needs more than `budget` bytes of its device: placements or a microbatch that fit."""
     from forebay.estimate.layers import fast_path_of, plan_layers
     from forebay.estimate.placement import sentences
-    from forebay.estimate.plan import PlanRequest, fit_run
+    from forebay.estimate.plan import PlanRequest, assigned, fit_run, unplaced
     from forebay.estimate.search import search
     from forebay.train.world import World
 
@@ -300,13 +301,15 @@ def _what_fits(config: "Config", source: str, budget: int) -> str:
     try:
         if turned_off_by := fast_path_of(config, world).turned_off_by:
             more = f"steps with {' and '.join(turned_off_by)} hold less; {more}"
+        config = unplaced(config)
         fit = fit_run(config, plan_layers(config, world), world, budget, auto=budget)
         if fit.fits and not any(choice.placements for choice in fit.choices):
             return (
                 f"the planner expects that placements are not needed for {size}, so its figures are wrong here; {more}"
             )
         if fit.fits:
-            return f"the planner finds placements that fit {size}: {' '.join(sentences(fit.choices))} {more}"
+            needed = f" with {assigned(fit.settings)}" if fit.settings else ""
+            return f"the planner finds placements that fit {size}{needed}: {' '.join(sentences(fit.choices))} {more}"
         return f"{search(PlanRequest(config), 'microbatch', world, budget, auto=True).sentence} {more}"
     except (UsageError, BudgetError) as error:
         return f"the planner finds nothing that fits {size}: {error}"
@@ -351,7 +354,7 @@ def _plan(options: argparse.Namespace) -> int:
 
 def _answer_plan(options: argparse.Namespace, budget: int | None) -> int:
     from forebay.estimate.layers import plan_layers
-    from forebay.estimate.plan import ask, fit_run
+    from forebay.estimate.plan import ask, fit_run, unplaced
     from forebay.estimate.processes import usable
     from forebay.estimate.search import search
     from forebay.estimate.trace_cache import TraceCache
@@ -360,6 +363,8 @@ def _answer_plan(options: argparse.Namespace, budget: int | None) -> int:
 
     given = [] if options.pp is None else [f"parallel.pp={options.pp}"]
     request = ask(options.config, [*options.overrides, *given], options.world or 0)
+    if options.auto:
+        request = replace(request, config=unplaced(request.config))
     config, found = request.config, None
     world = options.world or config.processes
     device = _device(options.device)

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 
+from forebay.config import Config, from_mapping
 from forebay.errors import UsageError
+from forebay.estimate.device import load
 from forebay.estimate.layers import plan_layers
-from forebay.estimate.plan import Fit, fit_run
+from forebay.estimate.plan import Fit, fit_run, unplaced
 from forebay.train.trainer import Trainer
 from tests.train.common import DENSE, MODEL, config, write_text
 
@@ -63,3 +65,87 @@ def test_plans_take_a_stash_where_a_dispatcher_brings_rows(
         return
     placed = {row["placement"]: row["parts"] for row in fit_of(settings, world).placements()}
     assert placed["stash"] == MODEL["num_hidden_layers"]
+
+
+SIZES = {**MODEL, "hidden_size": 128, "moe_intermediate_size": 64, "head_dim": 64, "num_hidden_layers": 4}
+OPEN: dict[str, Any] = {"overlap": "auto", "reshard": "auto", "capacity_factor": "auto"}
+
+
+def opened(folder: Path, memory: dict[str, Any], parallel: dict[str, Any]) -> Config:
+    """A run on GPUs whose fast path is open."""
+    return config(
+        folder,
+        SIZES,
+        model={"dtype": "float32", "compute": "bfloat16"},
+        train={"batch": 8, "microbatch": 1, "sequence": 1024},
+        memory={"graph": "auto", **memory},
+        parallel={**OPEN, **parallel},
+        device={"type": "cuda"},
+    )
+
+
+def with_settings(settings: Config, given: dict[str, Any]) -> Config:
+    raw = settings.to_dict()
+    for name, value in given.items():
+        section, key = name.split(".")
+        raw[section][key] = value
+    return from_mapping(raw)
+
+
+LEAST = 1  # a budget that nothing fits: the placements that hold the least
+GRAPH = {"memory.graph": True}
+OVERLAPPED = {"parallel.overlap": True, "parallel.reshard": False}
+
+
+@pytest.mark.parametrize(
+    ("world", "parallel", "memory", "budget", "settings"),
+    [
+        (1, {}, {}, LEAST, {}),
+        (1, {}, {"policy": {"model.layers.0": "offload"}}, 80 << 30, {}),  # is ignored, and would turn the graph off
+        (1, {}, {"policy": "auto", "budget": "1GiB"}, 80 << 30, {}),
+        (2, {"ep": 2}, {}, 80 << 30, {}),
+        (2, {"ep": 2}, {"policy": "recompute"}, 80 << 30, {}),
+        (2, {"ep": 2}, {}, LEAST, GRAPH),
+        (2, {"ep": 2, "capacity_factor": 3}, {"policy": {"*.experts": "stash"}, "pages": "1GiB"}, LEAST, GRAPH),
+        (2, {"pp": 2, "schedule": "1f1b"}, {}, LEAST, GRAPH),
+        (2, {"ep": 2}, {"graph": False}, LEAST, {**OVERLAPPED, "parallel.capacity_factor": 2.0}),
+        (2, {"ep": 2, "dispatch": "nccl"}, {}, LEAST, {"memory.graph": False, **OVERLAPPED, "parallel.capacity_factor": 0.0}),
+        (2, {"ep": 2, "overlap": False}, {}, LEAST, {}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_run_with_the_chosen_placements_is_the_one_that_was_planned(
+    tmp_path: Path, world: int, parallel: dict[str, Any], memory: dict[str, Any], budget: int, settings: dict[str, Any]
+) -> None:
+    """By default, several GPUs take a graph with few placements, and overlap too."""
+    asked = opened(tmp_path, memory, parallel)
+    chosen = fit_run(asked, plan_layers(unplaced(asked), world), world, auto=budget, device=load("h200"))
+    placements = {path: placement for choice in chosen.choices for path, placement in choice.placements.items()}
+    assert bool(placements) == (budget == LEAST) and dict(chosen.settings) == settings
+    given = with_settings(unplaced(asked), {"memory.policy": placements or "keep", **chosen.settings})
+    run = fit_run(given, plan_layers(given, world), world, device=load("h200"))
+    assert chosen.step is not None and run.step is not None
+    assert (run.ranks, run.step.seconds) == (chosen.ranks, chosen.step.seconds)
+    (needs,) = [note for note in chosen.notes if note.startswith("A run with these placements needs")] or [""]
+    assert bool(needs) == bool(settings) and all(key in needs for key in settings)
+    assert not settings or "without, it is host-launched: memory.policy with 'recompute' did not run" in needs
+
+
+def test_what_is_chosen_is_what_notes_are_about(tmp_path: Path) -> None:
+    """The policy of the configuration is not planned."""
+    asked = opened(tmp_path, {"policy": "offload"}, {})
+    for auto, offloads in ((None, True), (80 << 30, False)):
+        fit = fit_run(asked, plan_layers(asked, 1), 1, auto=auto)
+        assert any("What is offloaded" in note for note in fit.notes) == offloads
+
+
+def test_a_step_that_is_called_has_no_fast_path(tmp_path: Path) -> None:
+    settings = with_settings(opened(tmp_path, {"graph": True}, {}), {"model.compute": ""})
+    notes = fit_of(settings).notes
+    assert any("steps cannot be captured" in note for note in notes) and not any("ast path" in note for note in notes)
+
+
+@pytest.mark.parametrize("path", ["lm_head", "model.embed_tokens", "model.layers.0.mlp.gate"])
+def test_placements_that_are_not_counted_are_named(tmp_path: Path, path: str) -> None:
+    notes = fit_of(config(tmp_path, memory={"policy": {path: "offload"}})).notes
+    assert f"Placements of other modules than sublayers are counted as keep: {path!r}." in notes

@@ -87,6 +87,11 @@ class FastPath:
         return not self.obstacle and bool(self._taken)
 
     @property
+    def chosen(self) -> dict[str, Any]:
+        """The keys that were "auto", and their values."""
+        return {key: value for key, value in _values(self.config).items() if key in self.reasons}
+
+    @property
     def may_capture(self) -> bool:
         """Whether steps are captured, or the obstacle says that `memory.graph = true` tries it."""
         return self.config.step.graph or self.advises_graph

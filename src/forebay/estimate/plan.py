@@ -8,13 +8,14 @@ Nothing is kept.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from math import gcd
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from forebay.config import Config, apply_override, check_experts, from_mapping, load, presets, why_called
+from forebay.config import Config, FastPath, apply_override, check_experts, from_mapping, load, presets, why_called
+from forebay.config.fast_path import GRAPH
 from forebay.config.sections import AUTO
 from forebay.errors import UsageError, nearest
 from forebay.estimate.device import DEFAULT, DeviceProfile
@@ -175,6 +176,7 @@ class Fit:
         notes: sentences about what these figures assume.
         step: None without a device.
         choices: one for each pipeline rank, if placements were chosen.
+        settings: ``section.key`` to value of what a run with the chosen placements needs besides, to be the one that is planned.
         levels: by pipeline rank, what is in use while each part of a step runs.
     """
 
@@ -186,6 +188,7 @@ class Fit:
     notes: tuple[str, ...]
     step: StepTime | None = None
     choices: tuple[Choice, ...] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
     levels: tuple[tuple[StepLevel, ...], ...] = ()
 
     @property
@@ -236,6 +239,7 @@ class Fit:
             "placements": self.placements(),
             "chosen": by_kind(self.choices),
             "chosen_cost_ms": [1e3 * c.seconds for c in self.choices],
+            "chosen_settings": dict(self.settings),
             "notes": list(self.notes),
             "step": None if self.step is None else self.step.as_dict(),
         }
@@ -305,19 +309,27 @@ def fit_run(
             placement that the run's engine refuses, or a budget below the parameters alone.
     """
     traces = traces or TraceCache()
-    asked, path = config, fast_path_of(config, world, traces)
+    asked = config if auto is None else unplaced(config)
+    path = fast_path_of(asked, world, traces)
     config = path.config
     estimator, notes = _estimator(
         config, plan, budget, skew, device, auto, traces, sharing or sharing_of(config, world)
     )
     estimates = _estimates(estimator, plan, stop_above, processes)
     ranks = [estimates[number] for number in sorted(estimates)]
-    if path.line:
-        notes.append(f"{path.line[0].upper()}{path.line[1:]}.")
     choices = tuple(rank.choice for rank in ranks if rank.choice is not None)
     placements = dict(estimator.placements)
     for choice in choices:
         placements |= choice.placements
+    settings: dict[str, Any] = {}
+    if auto is not None:
+        asked = _with(asked, {"memory.policy": placements or "keep"})
+        settings = _settings_beside(asked, path, world, traces)
+    notes += _notes(config, set(placements.values()))
+    notes += _path_notes(path, estimator.why_called)
+    if settings:
+        otherwise = fast_path_of(asked, world, traces).line
+        notes.append(f"A run with these placements needs {assigned(settings)} besides; without, it is {otherwise}.")
     if over := [rank.over for rank in ranks if rank.over]:
         notes.append(f"No placements were found that are within the budget; the nearest exceed it: {', '.join(over)}.")
     fits = tuple(rank.fit for rank in ranks)
@@ -325,13 +337,39 @@ def fit_run(
     step = None
     if device is not None and len(ranks) == config.parallel.pp:
         stall = max(rank.stall for rank in ranks)
-        step = StepTimer(estimator, placements, [fit.parameters for fit in fits], stall).step()
         # What "auto" would say of a graph, whatever was given.
-        opened = fast_path_of(replace(asked, memory=replace(asked.memory, graph=AUTO)), world, traces)
-        step = replace(step, capturable=opened.may_capture)
+        opened = fast_path_of(_with(asked, {GRAPH: AUTO}), world, traces)
+        timer = StepTimer(estimator, placements, [fit.parameters for fit in fits], stall)
+        step = replace(timer.step(), capturable=opened.may_capture)
     sublayers = tuple(sublayer for rank in ranks for sublayer in rank.sublayers)
     levels = tuple(rank.levels for rank in ranks)
-    return Fit(fits, world, estimator.weights.total, budget, sublayers, tuple(notes), step, choices, levels)
+    return Fit(fits, world, estimator.weights.total, budget, sublayers, tuple(notes), step, choices, settings, levels)
+
+
+def unplaced(config: Config) -> Config:
+    """`config` without placements: what ``--auto`` chooses them for. Its partition and step are those of such a run."""
+    return _with(config, {"memory.policy": "keep", "memory.budget": "", "memory.pages": ""})
+
+
+def _settings_beside(placed: Config, path: FastPath, world: int, traces: TraceCache) -> dict[str, Any]:
+    """The fewest keys with which the run of `placed` has the step of `path`: placements may turn the fast path off."""
+
+    def has_step(settings: Mapping[str, Any]) -> bool:
+        return fast_path_of(_with(placed, settings), world, traces).config.step == path.config.step
+
+    return next(settings for settings in ({}, {GRAPH: True}, path.chosen) if has_step(settings))
+
+
+def _with(config: Config, settings: Mapping[str, Any]) -> Config:
+    for name, value in settings.items():
+        section, option = name.split(".")
+        config = replace(config, **{section: replace(getattr(config, section), **{option: value})})
+    return config
+
+
+def assigned(settings: Mapping[str, Any]) -> str:
+    """``memory.graph = true and parallel.overlap = true``."""
+    return " and ".join(f"{name} = {json.dumps(value)}" for name, value in settings.items())
 
 
 def _estimates(
@@ -394,7 +432,7 @@ def _estimator(
     check_experts(p.ep, experts)
     facts = traces.facts(c.model, declared)
     called = why_called(c, sharing.gpu, experts)
-    notes = _notes(c, facts.attention, experts, called)
+    notes = _model_notes(c, facts.attention, experts)
     placements, recompute_experts = dict[str, str](), set[int]()
     if auto is None:
         claims = _claims(c, facts)
@@ -458,7 +496,7 @@ def _claims(config: Config, facts: ModelFacts) -> list[Claim]:
 
 
 def _refuse_stash(claims: Sequence[Claim], config: Config, sharing: Sharing, facts: ModelFacts, model: Any) -> None:
-    """Raise UsageError for a "stash" that a run refuses: rows are paged where a token dispatcher brings them to Forebay's experts."""
+    """Raise UsageError for a "stash" that a run refuses: only what a token dispatcher brings to Forebay's experts is paged."""
     dispatches = (sharing.gathered or sharing.ep > 1) and config.model.experts == "forebay"
     paged = {path for h in _moe_sublayers(facts) for path in (h, f"{h}.experts")} if dispatches else set()
     try:
@@ -471,9 +509,7 @@ def _moe_sublayers(facts: ModelFacts) -> list[str]:
     return [path for path in facts.sublayers if f"{path}.experts" in facts.paths]
 
 
-def _placements(
-    claims: Sequence[Claim], sublayers: Sequence[str], notes: list[str]
-) -> tuple[dict[str, str], set[int]]:
+def _placements(claims: Sequence[Claim], sublayers: Sequence[str], notes: list[str]) -> tuple[dict[str, str], set[int]]:
     """The placement of every sublayer that is not kept, and the layers with an offloaded MoE sublayer whose experts are
     recomputed."""
     found: dict[str, str] = {}
@@ -515,17 +551,22 @@ def _light_experts(config: Config, paths: Sequence[str]) -> list[str]:
     return [path for path in paths if path.endswith(".experts")]
 
 
-def _notes(config: Config, attention: str, experts: int, called: str) -> list[str]:
-    notes, memory = [], config.memory
+def _model_notes(config: Config, attention: str, experts: int) -> list[str]:
+    notes = []
     if not experts:
         notes.append("A dense model: it has no experts.")
     if attention == "eager" and config.model.attention != "eager":
         notes.append(f"Attention is counted as eager, which saves more than {config.model.attention}.")
-    placed = {memory.policy} if isinstance(memory.policy, str) else set(memory.policy.values())
+    return notes
+
+
+def _notes(config: Config, placed: Collection[str]) -> list[str]:
+    """`placed`: placements of the run's sublayers, given or chosen."""
+    notes = []
     if "offload" in placed:
         notes.append(
             "What is offloaded is what the link carries in the time that the device profile gives a step."
-            if memory.offload == "fit"
+            if config.memory.offload == "fit"
             else "Offloading waits for the link where it has to."
         )
     if config.weights_early and config.parallel.pp > 2:
@@ -537,8 +578,15 @@ def _notes(config: Config, attention: str, experts: int, called: str) -> list[st
             "Not counted: the masks of data.packing = 'documents', a byte for each pair of tokens of a sequence, and that "
             "attention is slower with them."
         )
-    if config.step.graph and called:
-        notes.append(f"memory.graph = true: steps cannot be captured and are launched by the host: {called}.")
-    elif config.step.graph:
-        notes.append("A captured step's memory is its own: what the optimizer needs for a moment comes on top.")
     return notes
+
+
+def _path_notes(path: FastPath, called: str) -> list[str]:
+    """How a step runs. `called`: see `why_called`."""
+    graph = path.config.step.graph
+    if graph and called:  # what it has of the fast path is not fast
+        return [f"memory.graph = true: steps cannot be captured and are launched by the host: {called}."]
+    notes = (
+        ["A captured step's memory is its own: what the optimizer needs for a moment comes on top."] if graph else []
+    )
+    return notes + ([f"{path.line[0].upper()}{path.line[1:]}."] if path.line else [])

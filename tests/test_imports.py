@@ -22,7 +22,7 @@ LOWEST = ("config", "errors", "policy")
 _MEMORY = ("kernels", *LOWEST)
 _MODELS = ("moe", "memory", *_MEMORY)
 _MANAGED = ("models", *_MODELS)
-_PIPELINE = ("managed", *_MANAGED)
+_PIPELINE = ("communicators", "managed", *_MANAGED)
 _TRAIN = ("pipeline", *_PIPELINE)
 _ESTIMATE = ("train", *_TRAIN)
 _REPORT = ("estimate", *_ESTIMATE)
@@ -30,6 +30,7 @@ MAY_IMPORT: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "errors": (),
         "policy": (),
+        "communicators": (),
         "config": ("errors", "policy"),
         "kernels": (),
         "moe": ("kernels",),

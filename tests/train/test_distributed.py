@@ -5,16 +5,21 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from forebay.cli import main
+from forebay.communicators import DEFAULT, options
 from forebay.config import Config, check_world, from_mapping
 from forebay.errors import RunError, UsageError, exit_code_of
+from forebay.moe import backends
+from forebay.train import distributed
 from forebay.train.distributed import ALONE, Mesh, World
 from tests.ranks import on_processes, run_ranks
 from tests.train import common
@@ -23,6 +28,53 @@ from tests.train.common import CPU, MODEL, config_file, train_command
 
 def with_keys(**sections: dict[str, Any]) -> Config:
     return from_mapping({"model": {"family": "qwen3_moe"}, **sections})
+
+
+@pytest.mark.parametrize(
+    ("sections", "size", "reachable", "expected"),
+    [
+        # Members and channels: processes with the same experts, and those that share them.
+        ({"ep": 2}, 2, True, [(1, 1), (2, 4)]),
+        ({"ep": 2, "dispatch": "symmetric"}, 4, True, [(2, None), (2, 4)]),
+        ({"ep": 2, "dispatch": "nccl"}, 4, True, [(2, None), (2, None)]),
+        ({"ep": 2}, 4, False, [(2, None), (2, 4), (2, None)]),
+        ({"pp": 2}, 2, True, [(1, 1), (2, 4)]),  # the pipeline stage, the pipeline
+        ({"pp": 2}, 4, True, [(2, None), (2, 4)]),
+        ({"replicate": 2}, 4, True, [(2, None), (2, None)]),  # a replica, the same shards of all replicas
+    ],
+)
+def test_groups_that_carry_little_have_few_channels(
+    monkeypatch: pytest.MonkeyPatch,
+    sections: dict[str, Any],
+    size: int,
+    reachable: bool,
+    expected: list[tuple[int, int | None]],
+) -> None:
+    made: list[tuple[int, int | None]] = []
+
+    def made_by(ranks: list[list[int]], timeout: timedelta, pg_options: Any = None) -> tuple[Any, None]:
+        assert pg_options is None or pg_options._timeout == timeout
+        made.append((len(ranks[0]), pg_options and pg_options.config.max_ctas))
+        return MagicMock(), None
+
+    for name, value in {
+        "is_initialized": lambda: True,
+        "get_backend_config": lambda: "cpu:gloo,cuda:nccl",
+        "ProcessGroupNCCL": MagicMock(Options=lambda: MagicMock()),
+        "new_subgroups_by_enumeration": made_by,
+        "destroy_process_group": lambda _: None,
+    }.items():
+        monkeypatch.setattr(distributed.dist, name, value, raising=False)
+    monkeypatch.setattr(backends, "peers_are_reachable", lambda _: reachable)
+    monkeypatch.setattr(distributed.Mesh, "all", lambda _, condition: condition)
+    monkeypatch.setattr(distributed, "_mesh", MagicMock())
+    parallel = with_keys(parallel=sections).parallel
+    Mesh(World(0, size, 0), torch.device("cpu"), parallel, timedelta(seconds=7), owns=False, store=None)
+    assert made == expected
+
+
+def test_only_nccl_has_channels() -> None:
+    assert options(4, "cpu:gloo,cuda:gloo") is None and options(DEFAULT, "cuda:nccl") is None
 
 
 def test_world_of_environment() -> None:

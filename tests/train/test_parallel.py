@@ -100,8 +100,7 @@ def test_an_update_casts_a_few_gradients_at_a_time(
             assert (factor is None) == (clip == 0) and (factor is None or float(factor) < 1)
             if factor is not None:
                 torch._foreach_mul_([copies[p].grad for p in weights], factor)
-            trainer.optimizer.factor = factor
-            trainer.optimizer.step()
+            trainer.optimizer.update(factor)
             trainer.optimizer.zero_grad()
             reference.step()
             assert all(torch.equal(local(p.detach()), copies[p].detach()) for p in weights)

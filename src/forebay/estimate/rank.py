@@ -145,7 +145,9 @@ class RunEstimator:
     @property
     def _outside(self) -> int:
         """Bytes of a rank that are not the allocator's, without those of the token dispatcher and of a graph."""
-        return outside_bytes(self.sharing, both_ways=self.config.parallel.schedule != "1f1b")
+        p = self.config.parallel
+        # Interleaved stages go round: with three ranks or more, a rank sends to one neighbor and receives from the other.
+        return outside_bytes(self.sharing, p.schedule != "1f1b" and (p.schedule != "interleaved-1f1b" or p.pp == 2))
 
     def least(self, number: int) -> int:
         """Bytes below which the peak of a rank is not. It needs no walk."""

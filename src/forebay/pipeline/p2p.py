@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import timedelta
 from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
@@ -67,6 +68,7 @@ class DistLinks:
         device: device of the tensors.
         pipelines: global ranks of every pipeline, because all processes create the groups of all. Read for NCCL only.
         confirmed_by: received message -> sent messages that have arrived by then.
+        timeout: of the groups that it makes, on NCCL; None is torch's own.
     """
 
     def __init__(
@@ -76,8 +78,9 @@ class DistLinks:
         device: torch.device,
         pipelines: Sequence[Sequence[int]],
         confirmed_by: Mapping[Message, Sequence[Message]] = MappingProxyType({}),
+        timeout: timedelta | None = None,
     ):
-        self._confirmed_by = confirmed_by
+        self._confirmed_by, self._timeout = confirmed_by, timeout
         self._device = device
         self._rank = dist.get_rank(group)
         self._members = dist.get_process_group_ranks(group)
@@ -169,7 +172,8 @@ class DistLinks:
         if self._device.type != "cuda":
             return None
         pairs = [[members[source], members[target]] for members in pipelines]
-        own, _ = dist.new_subgroups_by_enumeration(pairs, pg_options=options(PIPELINE, dist.get_backend()))
+        limited = options(PIPELINE, dist.get_backend_config(), self._timeout)
+        own, _ = dist.new_subgroups_by_enumeration(pairs, timeout=self._timeout, pg_options=limited)
         return own
 
 

@@ -97,6 +97,7 @@ class CudaGraphStep:
         self._timed_graphs, self._plan_again = timed_graphs, plan_again  # graphs still to be timed
         self._ends, self._alone, self._forget, self._take_peak = ends, alone, forget, take_peak
         self._replays = 0  # of a timed graph
+        self._too_long = 0  # called steps, when a capture was due
         # Autograd remembers the stream on which a parameter's gradient is accumulated: it is this one from the first step on.
         self._stream = torch.cuda.Stream(device)
         self._calls = 0
@@ -197,7 +198,7 @@ class CudaGraphStep:
         return results
 
     def _called_seconds(self) -> float:
-        """Seconds of the last called step, which ends first."""
+        """Seconds of the last called step. The host waits for its end."""
         start, end = self._around_call
         end.synchronize()
         return start.elapsed_time(end) / 1e3
@@ -223,12 +224,12 @@ class CudaGraphStep:
         if self.eager_reason is not None or self._calls <= _CALLS or not self._all_agree(self._ready()):
             return False
         # A replay of a step that takes as long as a process may wait for another one looks like a deadlock.
-        if not self._all_agree(self._alone or 2 * self._called_seconds() <= self._ends):
-            self.eager_reason = (
-                f"a step takes more than half of the {self._ends:.0f} s that its first replay may take; "
-                "a longer parallel.timeout allows more"
-            )
-        return self.eager_reason is None
+        if self._all_agree(self._alone or 2 * self._called_seconds() <= self._ends):
+            return True
+        self._too_long += 1
+        if self._too_long == _CALLS:  # not one step alone, which something may have held up
+            self.eager_reason = f"steps take more than half of the {self._ends:.0f} s that a first replay may take"
+        return False
 
     def _capture(self, microbatches: Microbatches, signature: Any) -> bool:
         """Capture the step; False on all processes if any of them fails."""

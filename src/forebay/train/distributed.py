@@ -140,15 +140,19 @@ class Mesh:
 
     def _row_of_experts(self, rows: list[list[int]], dispatch: str, timeout: timedelta) -> dist.ProcessGroup:
         """The group of processes that share experts. Symmetric memory needs only addresses from it, the other dispatchers send
-        tokens over it."""
+        tokens over it.
+
+        Trap: where peers are reachable, "auto" takes "nccl" for rows whose bytes 16 does not divide, over these few channels.
+        """
         if dispatch == "symmetric":
             return _own_group(rows, timeout, FEW)
-        if dispatch == "auto":
+        if dispatch == "auto" and "nccl" in dist.get_backend_config():
             from forebay.moe.backends import peers_are_reachable
 
             row = _own_group(rows, timeout, FEW)
             if self.all(peers_are_reachable(row)):
                 return row
+            dist.destroy_process_group(row)
         return _own_group(rows, timeout)
 
     @classmethod
@@ -344,7 +348,7 @@ def not_found(world: World, seconds: float, why: str = "") -> PeerLost:
 
 def _own_group(ranks: list[list[int]], timeout: timedelta, channels: int = DEFAULT) -> dist.ProcessGroup:
     """Create the process groups `ranks` [groups, members]; returns the one that this process is in."""
-    limited = options(SINGLE if len(ranks[0]) == 1 else channels, dist.get_backend(), timeout)
+    limited = options(SINGLE if len(ranks[0]) == 1 else channels, dist.get_backend_config(), timeout)
     own, _ = dist.new_subgroups_by_enumeration(ranks, timeout=timeout, pg_options=limited)
     return own
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -270,7 +271,10 @@ class PipelinedGradients(GradientEngine):
         self.plan, self.partition = plan, partition
         self._rank, self._memory = mesh.pp_rank, memory
         confirmed = confirmed_by(plan, mesh.pp_rank)
-        self._links: Links = DistLinks(mesh.pipeline, neighbors(plan.ranks), mesh.device, mesh.pipelines, confirmed)
+        timeout = timedelta(seconds=config.parallel.timeout)
+        self._links: Links = DistLinks(
+            mesh.pipeline, neighbors(plan.ranks), mesh.device, mesh.pipelines, confirmed, timeout
+        )
         if experts:
             self._balance = StageBalance(experts, parts.balance, mesh.device)
         self._stages = {s: self._stage(s) for s in plan.stages(mesh.pp_rank)}

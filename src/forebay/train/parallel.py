@@ -7,8 +7,9 @@ decoder layer is sharded over the processes that share its stage and gathered fo
 embedding, norm and head are gathered for the whole step. Replicas all-reduce what their processes have reduced (FSDP2's
 two-dimensional mesh). Gradients are *sums* over processes: each process's loss is the sum over its own tokens
 divided by the number of all tokens, so any split of tokens is right. Under mixed precision shards and optimizer states have
-the parameters' dtype, gradients too where they are reduced, sums of gradients are fp32 (`parallel.gradients`), and everything
-else has the compute dtype. Apply `shard` before `forebay.manage`, whose regions then lie inside FSDP2's hooks.
+the parameters' dtype, gradients too where FSDP2 reduces them, other gradients keep the dtype of their sums until the update,
+sums are fp32 or as `parallel.gradients` says, and everything else has the compute dtype. Apply `shard` before `forebay.manage`,
+whose regions then lie inside FSDP2's hooks.
 """
 
 from __future__ import annotations
@@ -89,8 +90,8 @@ def _hand_over(parameter: Any) -> None:
 def add_to_shard(parameter: Any, own: torch.Tensor) -> None:
     """Add this process's part `own`, in any dtype, to the gradient of an `FSDPParam`'s shard.
 
-    A first gradient becomes `own` itself, without a copy, in its dtype: `ShardedAdamW` casts a few of them at a time. All of
-    them in fp32, beside sums in bf16, would take 4 bytes a parameter.
+    A first gradient becomes `own` itself, without a copy, in its dtype: `ShardedAdamW` casts a few of them at a time. Under mixed
+    precision with bf16 sums, casts of all would take 4 bytes a parameter.
     """
     shard = parameter.sharded_param
     shard.grad_dtype = None  # any
@@ -235,7 +236,7 @@ def clip_gradients(
         norm = mesh.sum(norm.float().square()).div_(mesh.replicate).sqrt()
     if not (limit and weights):
         return norm, None
-    # Bitwise as torch.nn.utils.clip_grad_norm_.
+    # For float32, bitwise as torch.nn.utils.clip_grad_norm_; norms of half precision are float32 here.
     factor = torch.clamp(limit / (norm + 1e-6), max=1.0)
     if grads := [_own(p) for p in weights if not _is_cast_late(p)]:
         torch._foreach_mul_(grads, factor)
@@ -268,13 +269,10 @@ class ShardedAdamW(torch.optim.AdamW):
     """AdamW whose update sees the local parts of DTensors, as a fused update takes no DTensors of two meshes.
 
     The states are DTensors like their parameters, so that checkpoints know their whole shape. Gradients of another dtype than
-    their weights are cast a few at a time (`cast_parts`), and freed before the next.
-
-    Attributes:
-        factor: of gradients that are cast, on their device; None is 1.
+    their weights are cast by `update`, a few at a time (`cast_parts`), and freed before the next.
     """
 
-    factor: torch.Tensor | None = None
+    _factor: torch.Tensor | None = None
 
     def rehearse(self) -> None:
         """Allocate and free what `step` allocates, so that it finds the same blocks in the allocator's cache.
@@ -294,13 +292,15 @@ class ShardedAdamW(torch.optim.AdamW):
                     taken += [torch.empty_like(local(state["exp_avg_sq"])) for state in states]
                 del taken
 
-    def step(self, closure: Any = None) -> Any:
+    def update(self, factor: torch.Tensor | None) -> None:
+        """`step`, with gradients that are cast multiplied by `factor`, on their device; None is 1."""
         groups = self.param_groups
         self.param_groups = [part for group in groups for part in _cast_in_parts(group)]
+        self._factor = factor
         try:
-            return super().step(closure)
+            self.step()
         finally:
-            self.param_groups = groups
+            self.param_groups, self._factor = groups, None
 
     def _init_group(self, group: dict[str, Any], *lists: list[torch.Tensor]) -> bool:
         complex_found = super()._init_group(group, *lists)  # type: ignore[misc]  # not in the stubs
@@ -310,8 +310,8 @@ class ShardedAdamW(torch.optim.AdamW):
         late = [n for n, (weight, grad) in enumerate(zip(weights, grads, strict=True)) if weight.dtype != grad.dtype]
         for n in late:
             grads[n] = grads[n].to(weights[n].dtype)
-        if late and self.factor is not None:
-            torch._foreach_mul_([grads[n] for n in late], self.factor)
+        if late and self._factor is not None:
+            torch._foreach_mul_([grads[n] for n in late], self._factor)
         return complex_found
 
 

@@ -108,7 +108,10 @@ class Corpus:
             size = self.dtype.itemsize
             if (held := file.stat().st_size) < self.shards[number].tokens * size:
                 raise ValueError(f"it has {held // size} tokens of {self.shards[number].tokens}")
-            return np.fromfile(file, self.dtype, stop - start, offset=start * size).astype(np.int64)
+            tokens = np.fromfile(file, self.dtype, stop - start, offset=start * size)
+            if len(tokens) < stop - start:
+                raise ValueError(f"it ended before token {stop}")
+        return tokens.astype(np.int64)
 
     def _ends(self, number: int) -> np.ndarray:
         with self._reading(number, "ends") as file:

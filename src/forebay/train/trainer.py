@@ -239,9 +239,9 @@ class Trainer:
                 self.discard()
                 raise
         losses = self.mesh.sum(torch.stack(parts))
-        norm, self.optimizer.factor = parallel.clip_gradients(self._parameters, self.config.train.clip, self.mesh)
+        norm, factor = parallel.clip_gradients(self._parameters, self.config.train.clip, self.mesh)
         lacks_room = self._lacks_room_for_update()
-        self.optimizer.step()
+        self.optimizer.update(factor)
         self.optimizer.zero_grad(set_to_none=True)
         routing = self._health.routing()
         if self._router is not None and self._router.has_bias:
@@ -318,7 +318,8 @@ class Trainer:
         seconds, any_lacks_room, *figures = self.mesh.max(own_seconds, lacks_room, *own)
         if any_lacks_room and graph is not None:
             graph.give_up(
-                "the optimizer's update has no room beside their graph; with optimizer.fused = true it needs none"
+                "the optimizer's update has no room beside their graph"
+                + ("" if self.config.optimizer.fused else "; optimizer.fused = true needs less")
             )
         health = self._health.finish(own_seconds, peak, routing)
         return seconds, tuple(map(int, figures[::2])), tuple(map(int, figures[1::2])), health

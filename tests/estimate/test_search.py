@@ -6,6 +6,7 @@ import json
 import multiprocessing
 import os
 import random
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from io import StringIO
@@ -18,6 +19,7 @@ from rich.console import Console
 from forebay import cli
 from forebay.config import Config, fast_path, from_mapping
 from forebay.errors import UsageError
+from forebay.estimate import processes as estimate_processes
 from forebay.estimate import search as search_module
 from forebay.estimate.device import load
 from forebay.estimate.fit import EAGER_ERROR, SEVERAL_GPUS_ERROR, RankFit, least_budget
@@ -414,7 +416,14 @@ def test_processes_change_nothing_and_do_not_trace(budget: int | None, monkeypat
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_an_interrupted_search_ends_its_processes() -> None:
+def test_an_interrupted_search_ends_its_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer_and_stay(*arguments: Any) -> None:
+        answer(*arguments)
+        time.sleep(600)  # or it might be over before it is interrupted
+
+    answer = estimate_processes._answer
+    monkeypatch.setattr(estimate_processes, "_answer", answer_and_stay)
+
     def stop(sentence: str) -> None:
         if "best so far" in sentence:
             assert multiprocessing.active_children()

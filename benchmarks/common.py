@@ -149,6 +149,12 @@ def settle_memory() -> None:
     torch.cuda.reset_peak_memory_stats()
 
 
+def outside() -> int:
+    """Bytes of the device that are in use and not torch's allocator's."""
+    free, total = torch.cuda.mem_get_info()
+    return total - free - torch.cuda.memory_reserved()
+
+
 def until_settled(mem: Any, step: Callable[[], Any], most: int = 60) -> int:
     """Call `step` until `mem` (a `forebay.Managed`) has measured, planned and tried; returns the number of calls.
 

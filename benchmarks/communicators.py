@@ -11,24 +11,23 @@ from __future__ import annotations
 
 import argparse
 import os
-import statistics
 from collections.abc import Callable
-from itertools import pairwise
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import write
+from common import median_ms, outside, write
+
+from forebay.communicators import DEFAULT, options
 
 MIB = 2**20
 MESSAGE, SHARD = 16 * MIB, 64 * MIB  # bytes
 
 
-def outside(device: torch.device) -> float:
+def outside_mib() -> float:
     """MiB of the device that are not torch's allocator's."""
     torch.cuda.synchronize()
-    free, total = torch.cuda.mem_get_info(device)
-    return (total - free - torch.cuda.memory_reserved(device)) / MIB
+    return outside() / MIB
 
 
 def median_seconds(call: Callable[[], Any], calls: int = 20) -> float:
@@ -36,27 +35,18 @@ def median_seconds(call: Callable[[], Any], calls: int = 20) -> float:
         call()
     torch.cuda.synchronize()
     dist.barrier()
-    marks = [torch.cuda.Event(enable_timing=True) for _ in range(calls + 1)]
-    marks[0].record()
-    for mark in marks[1:]:
-        call()
-        mark.record()
-    torch.cuda.synchronize()
-    return statistics.median(a.elapsed_time(b) for a, b in pairwise(marks)) / 1e3
+    return median_ms(call, calls)[0] / 1e3
 
 
-def options(channels: int | None) -> Any:
-    chosen = dist.ProcessGroupNCCL.Options()
-    if channels is not None:
-        chosen.config.max_ctas = channels
-    return chosen
+def group_of_two(channels: int) -> Any:
+    return dist.new_group([0, 1], pg_options=options(channels, "nccl"))
 
 
-def messages(channels: int | None, device: torch.device, rank: int) -> dict[str, Any]:
+def messages(channels: int, device: torch.device, rank: int) -> dict[str, Any]:
     """A group for each direction, as a pipeline has them: what rank 0 sends on the first it gets back on the second."""
-    before = outside(device)
-    there, back = (dist.new_group([0, 1], pg_options=options(channels)) for _ in range(2))
-    made = outside(device)
+    before = outside_mib()
+    there, back = (group_of_two(channels) for _ in range(2))
+    made = outside_mib()
     sent, got = (torch.randn(MESSAGE // 2, device=device).bfloat16() for _ in range(2))
 
     def one() -> None:
@@ -74,14 +64,14 @@ def messages(channels: int | None, device: torch.device, rank: int) -> dict[str,
 
     got.fill_(float("nan"))
     seconds = median_seconds(one)
-    sends = outside(device)
+    sends = outside_mib()
     both_seconds = median_seconds(both)
-    receives = outside(device)
+    receives = outside_mib()
     assert not got.isnan().any()
     dist.destroy_process_group(there)
     dist.destroy_process_group(back)
     return {
-        "channels": channels or "NCCL's",
+        "channels": "NCCL's" if channels == DEFAULT else channels,
         "use": "messages of 16 MiB",
         "MiB of a group": (made - before) / 2,
         "MiB to send": sends - made,
@@ -91,19 +81,19 @@ def messages(channels: int | None, device: torch.device, rank: int) -> dict[str,
     }
 
 
-def collectives(channels: int | None, device: torch.device) -> dict[str, Any]:
-    before = outside(device)
-    group = dist.new_group([0, 1], pg_options=options(channels))
-    made = outside(device)
+def collectives(channels: int, device: torch.device) -> dict[str, Any]:
+    before = outside_mib()
+    group = group_of_two(channels)
+    made = outside_mib()
     shard = torch.randn(SHARD // 2, device=device).bfloat16()
     whole = torch.full((SHARD,), float("nan"), device=device, dtype=torch.bfloat16)
     gather = median_seconds(lambda: dist.all_gather_into_tensor(whole, shard, group=group))
     assert not whole.isnan().any()
     scatter = median_seconds(lambda: dist.reduce_scatter_tensor(shard, whole, group=group))
-    used = outside(device)
+    used = outside_mib()
     dist.destroy_process_group(group)
     return {
-        "channels": channels or "NCCL's",
+        "channels": "NCCL's" if channels == DEFAULT else channels,
         "use": "collectives of 64 MiB a rank",
         "MiB of a group": made - before,
         "MiB with its first collective": used - made,
@@ -121,11 +111,11 @@ def main() -> None:
     device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
     torch.cuda.set_device(device)
     torch.zeros(1, device=device)
-    context = outside(device)
+    context = outside_mib()
     dist.init_process_group("nccl", device_id=device)
-    made = outside(device)
+    made = outside_mib()
     dist.all_reduce(torch.ones(8, device=device))
-    first = outside(device)
+    first = outside_mib()
     alone = dist.new_group([rank], use_local_synchronization=True)
     rows: list[dict[str, Any]] = [
         {"channels": "NCCL's", "use": "none", "MiB before NCCL": context},
@@ -135,10 +125,10 @@ def main() -> None:
             "MiB of a group": made - context,
             "MiB with its first collective": first - made,
         },
-        {"channels": "NCCL's", "use": "one process", "MiB of a group": outside(device) - first},
+        {"channels": "NCCL's", "use": "one process", "MiB of a group": outside_mib() - first},
     ]
     dist.destroy_process_group(alone)
-    for channels in [*args.channels, None]:
+    for channels in [*args.channels, DEFAULT]:
         rows += [messages(channels, device, rank), collectives(channels, device)]
     if rank == 0:
         write(args.name, rows)

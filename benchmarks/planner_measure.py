@@ -48,7 +48,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import balanced_ids, by_host, force_routing, popular_ids, popularity_of
+from common import balanced_ids, by_host, force_routing, outside, popular_ids, popularity_of
 from planner_grid import Entry
 
 from forebay.config import Config, from_mapping
@@ -483,11 +483,6 @@ class NoMemory:
 
     def wait(self) -> None:
         pass
-
-
-def outside() -> int:
-    free, total = torch.cuda.mem_get_info()
-    return total - free - torch.cuda.memory_reserved()
 
 
 class History:

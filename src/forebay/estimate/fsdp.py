@@ -196,20 +196,18 @@ class PersistentState:
     def optimize(self, is_late: Callable[[int], bool]) -> None:
         """An update. `is_late`: that of the lifecycle."""
         s, first = self._s, not self._moments
-        made = list[Block]()
         for vectors in (False, True):
             late = self._sizes(vectors, is_late, True)
             casts = [[late[n] for n in part] for part in cast_parts(late)]
             for sizes, cast in ((self._sizes(vectors, is_late, False), False), *((part, True) for part in casts)):
                 for size in sizes if first else ():
                     steps = [4] if s.fused else []
-                    made += [self._allocator.malloc(n, DEFAULT, OPTIMIZER) for n in (*steps, size, size)]
+                    self._moments += [self._allocator.malloc(n, DEFAULT, OPTIMIZER) for n in (*steps, size, size)]
                 held = [self._allocator.malloc(size, DEFAULT, GRADIENTS) for size in sizes if cast]
                 # The root of the second moments, of all parameters at once.
                 held += [self._allocator.malloc(size, DEFAULT) for size in sizes if not s.fused]
                 for block in reversed(held):  # a list drops its last first
                     self._allocator.free(block)
-        self._moments += made
 
     def _sizes(self, vectors: bool, is_late: Callable[[int], bool], late: bool) -> list[int]:
         """Bytes of the trained shards, of groups for which `is_late` is `late`."""

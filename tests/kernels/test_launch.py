@@ -54,9 +54,10 @@ def _swiglu(interleaved: bool) -> Callable[..., Any]:
         backend: Any, h: Tensor, da: Tensor, w: Tensor, order: Tensor, offs: Tensor, bias: Tensor, e: Tensor
     ) -> Any:
         glu, rest = Glu("clamped_swiglu", interleaved), {"bias": bias, "row_expert": e, "backend": backend}
-        return swiglu_forward(h, w, order, offs, glu, **rest), swiglu_backward(
-            h, da.clone(), w, order, offs, glu, **rest
-        )
+        act = swiglu_forward(h, w, order, offs, glu, **rest)
+        dh, again, dw = swiglu_backward(h, da.clone(), w, order, offs, glu, **rest)
+        live = offs[-1]  # other rows are not written
+        return act[:live], dh[:live], again[:live], dw
 
     return call
 
@@ -76,7 +77,7 @@ KERNELS: dict[str, tuple[Callable[..., Any], Callable[[], dict[str, Tensor]], se
         {"logits"},
     ),
     "gather_rows": (
-        lambda backend, x, order, offs: gather_rows(x, order, offs, 2, backend=backend),
+        lambda backend, x, order, offs: gather_rows(x, order, offs, 2, backend=backend)[: offs[-1]],
         lambda: {"x": randn(5, 24), "order": ORDER, "offs": OFFS},
         set(),
     ),

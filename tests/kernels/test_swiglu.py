@@ -35,9 +35,11 @@ def make(rows, inner, live, dtype, experts=3, bias=False, weights_dtype=torch.fl
     return h, da, weights, order, offs, extra
 
 
-def assert_equal(got, wanted) -> None:
+def assert_equal(got, wanted, live: int) -> None:
+    """Of matrices, whose other rows nobody reads, the `live` rows."""
     for a, b in zip(got, wanted, strict=True):
-        assert a.dtype == b.dtype and torch.equal(a, b)
+        assert a.dtype == b.dtype and a.shape == b.shape
+        assert torch.equal(a[:live], b[:live]) if a.dim() == 2 else torch.equal(a, b)
 
 
 def close(a: torch.Tensor, b: torch.Tensor, scale: float = 1.0) -> None:
@@ -53,17 +55,15 @@ def compare(h, da, weights, order, offs, extra, glu) -> None:
         )
         for b in ("triton", "reference")
     ]
-    for got, wanted in zip(*both, strict=True):
-        assert got.dtype == wanted.dtype and got.shape == wanted.shape
-        assert not got.isnan().any()
     for got, wanted in list(zip(*both, strict=True))[:3]:
-        close(got, wanted)
-        assert (got[live:] == 0).all() and (wanted[live:] == 0).all()
+        assert got.dtype == wanted.dtype and got.shape == wanted.shape
+        assert not got[:live].isnan().any() and got[live:].isnan().all(), "sentinels' rows are not written"
+        close(got[:live], wanted[:live])
     # dw is a sum over I in another order: a few fp32 roundings of the largest term each.
     torch.testing.assert_close(both[0][3], both[1][3], atol=1e-4, rtol=1e-5)
     assert (both[0][3][order[live:].long()] == 0).all()
     # Forward and backward must round the same activation, or recomputation changes the gradient.
-    assert torch.equal(both[0][0], both[0][2])
+    assert torch.equal(both[0][0][:live], both[0][2][:live])
 
 
 @pytest.mark.parametrize("glu", GLUS, ids=str)
@@ -92,7 +92,7 @@ def test_pairs_that_start_on_an_odd_element(poisoned: None) -> None:
     assert all(t.storage_offset() == 1 for t in odd)
     extra["bias"] = odd[1]
     got = swiglu_backward(odd[0], da.clone(), weights, order, offs, CLAMPED, backend="triton", **extra)
-    assert_equal(got, wanted)
+    assert_equal(got, wanted, 8)
     with pytest.raises(ValueError, match="even offset"):
         swiglu_backward(odd[0], da, weights, order, offs, CLAMPED, over_h=True, **extra)
 
@@ -104,7 +104,7 @@ def test_written_over_its_inputs_gives_the_same_bits(glu: Glu, backend, poisoned
     wanted = swiglu_backward(h, da.clone(), *rest, glu, backend=backend, **extra)
     over_h, over_da = h.clone(), da.clone()
     got = swiglu_backward(over_h, over_da, *rest, glu, over_h=True, backend=backend, **extra)
-    assert_equal(got, wanted)
+    assert_equal(got, wanted, 30)
     assert got[0] is over_h and got[1] is over_da
 
 
@@ -115,7 +115,7 @@ def test_only_what_is_needed_is_made() -> None:
         names = dict(zip(("need_dh", "need_act", "need_dw"), needs, strict=True))
         got = swiglu_backward(h, da.clone(), *rest, SWIGLU, **names, backend="triton")
         for need, a, b in zip(needs, got, wanted, strict=True):
-            assert torch.equal(a, b) if need else a is None
+            assert torch.equal(a[:8], b[:8]) if need and a.dim() == 2 else torch.equal(a, b) if need else a is None
 
 
 @pytest.mark.parametrize("glu", GLUS, ids=str)
@@ -169,12 +169,12 @@ def compare_paged(h, da, weights, order, offs, extra, glu, backend, **where) -> 
     """Through pages and without: the same bits; and h as it was."""
     live, pages, rest = int(offs[-1]), paged(h, offs, **where), {"backend": backend, **extra}
     act = swiglu_forward(h, weights, order, offs, glu, saved=pages, **rest)
-    assert torch.equal(act, swiglu_forward(h, weights, order, offs, glu, **rest))
+    assert_equal([act], [swiglu_forward(h, weights, order, offs, glu, **rest)], live)
     saved = torch.full(h.shape, torch.nan, dtype=h.dtype, device=DEVICE)
     restore([pages], [saved], backend=backend)
     assert torch.equal(saved[:live], h[:live]) and saved[live:].isnan().all()
     wanted = swiglu_backward(h, da.clone(), weights, order, offs, glu, **rest)
-    assert_equal(swiglu_backward(pages, da.clone(), weights, order, offs, glu, **rest), wanted)
+    assert_equal(swiglu_backward(pages, da.clone(), weights, order, offs, glu, **rest), wanted, live)
 
 
 @backends
@@ -200,16 +200,14 @@ def test_in_8_bits_h_is_what_its_rows_are_rounded_to(
     width = encoded_width(2 * inner)
     small = torch.full((rows, width), 0xFF, dtype=torch.uint8, device=DEVICE)
     act = swiglu_forward(h, weights, order, offs, glu, saved=small, **rest)
-    assert torch.equal(act, swiglu_forward(h, weights, order, offs, glu, **rest)), "act is that of h itself"
+    assert_equal([act], [swiglu_forward(h, weights, order, offs, glu, **rest)], live)  # that of h itself
     assert torch.equal(small[:live], encode_rows(h[:live], backend="reference"))
     rounded = decode_rows(small, 2 * inner, backend="reference")
     wanted = swiglu_backward(rounded, da.clone(), weights, order, offs, glu, **rest)
-    assert_equal(swiglu_backward(small, da.clone(), weights, order, offs, glu, **rest), wanted)
+    assert_equal(swiglu_backward(small, da.clone(), weights, order, offs, glu, **rest), wanted, live)
     pages = paged(small, offs, page_bytes=4096)
-    assert torch.equal(swiglu_forward(h, weights, order, offs, glu, saved=pages, **rest), act)
-    assert_equal(swiglu_backward(pages, da.clone(), weights, order, offs, glu, **rest), wanted)
-    for act_or_gradient in wanted[:2]:
-        assert (act_or_gradient[live:] == 0).all()
+    assert_equal([swiglu_forward(h, weights, order, offs, glu, saved=pages, **rest)], [act], live)
+    assert_equal(swiglu_backward(pages, da.clone(), weights, order, offs, glu, **rest), wanted, live)
     h[::2, 1::7], h[1::2, ::9] = torch.inf, -torch.inf
     swiglu_forward(h, weights, order, offs, glu, saved=small, **rest)
     assert torch.equal(small[:live], encode_rows(h[:live], backend="reference"))
@@ -245,11 +243,12 @@ def test_where_pages_were_short_h_is_zeros(backend, poisoned: None) -> None:
         pages = pages._replace(pages=torch.full_like(pages.pages, -1))
         before = pages.arena.device.clone(), pages.arena.host.clone()
         act = swiglu_forward(h, weights, order, offs, glu, saved=pages, backend=backend, **extra)
-        assert torch.equal(act, swiglu_forward(h, weights, order, offs, glu, backend=backend, **extra))
+        assert_equal([act], [swiglu_forward(h, weights, order, offs, glu, backend=backend, **extra)], 15)
         assert torch.equal(pages.arena.device, before[0]) and torch.equal(pages.arena.host, before[1])
         got = swiglu_backward(pages, da.clone(), weights, order, offs, glu, backend=backend, **extra)
         zeros = torch.zeros_like(h)
-        assert_equal(got, swiglu_backward(zeros, da.clone(), weights, order, offs, glu, backend=backend, **extra))
+        wanted = swiglu_backward(zeros, da.clone(), weights, order, offs, glu, backend=backend, **extra)
+        assert_equal(got, wanted, 15)
 
 
 def test_refusals() -> None:
@@ -326,4 +325,4 @@ def test_pages_with_more_elements_than_int32_counts(glu: Glu) -> None:
     wanted = swiglu_backward(h, da.clone(), weights, order, offs, glu)
     del h
     got = swiglu_backward(pages, da.clone(), weights, order, offs, glu)
-    assert_equal([t.nan_to_num_() for t in got], [t.nan_to_num_() for t in wanted])
+    assert_equal([t.nan_to_num_() for t in got], [t.nan_to_num_() for t in wanted], rows - 1)

@@ -94,7 +94,7 @@ def test_an_update_casts_a_few_gradients_at_a_time(
             assert {p.grad.dtype for p in weights} == {torch.bfloat16}
             for p in weights:
                 copies[p].grad = local(p.grad).float()
-            norm, factor = parallel.clip_gradients(weights, clip, trainer.mesh)
+            norm, factor = parallel.clip_factor(weights, clip, trainer.mesh)
             exact = torch.stack([copies[p].grad.double().square().sum() for p in weights]).sum().sqrt()
             assert float(norm) == pytest.approx(float(exact), rel=1e-6)
             assert (factor is None) == (clip == 0) and (factor is None or float(factor) < 1)
@@ -133,6 +133,35 @@ def test_a_rehearsed_update_allocates_casts_too(
         monkeypatch.setattr(torch, "empty_like", lambda t: taken.append(tuple(t.shape)))
         trainer.optimizer.rehearse()
     assert sorted(taken) == sorted(shapes * (1 if fused else 2))
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_an_update_multiplies_gradients(tiny: Callable[..., Config], fused: bool) -> None:
+    """In half precision a fused update does so itself. Of the first step the moments are known: (1 - beta) of the product."""
+    with Trainer(tiny(model={"dtype": "bfloat16"}, optimizer={"fused": fused, "lr": 0.0})) as trainer:
+        trainer.gradients(1)
+        weights = [p for group in trainer.optimizer.param_groups for p in group["params"]]
+        exact = {p: local(p.grad).double() for p in weights}
+        norm = torch.stack([g.square().sum() for g in exact.values()]).sum().sqrt()
+        found, factor = parallel.clip_factor(weights, 0.01, trainer.mesh)
+        assert factor is not None and float(factor) == pytest.approx(0.01 / float(norm), rel=1e-4)
+        assert float(found) == pytest.approx(float(norm), rel=1e-5)
+        assert all(torch.equal(local(p.grad).double(), g) for p, g in exact.items())
+        trainer.optimizer.update(factor)
+        for p, g in exact.items():
+            moment = 0.1 * g * float(factor)
+            # Rounded once; that is not fused rounds the product as well. lerp from 0 adds fp32's rounding.
+            torch.testing.assert_close(
+                local(trainer.optimizer.state[p]["exp_avg"]).double(), moment, rtol=2**-8 if fused else 2**-6, atol=1e-30
+            )
+        trainer.optimizer.zero_grad()
+        trainer.gradients(1)
+        trainer.optimizer.update(None)  # the factor of a step is not that of the next
+        for p, g in exact.items():
+            moment = 0.09 * g * float(factor) + 0.1 * g
+            torch.testing.assert_close(
+                local(trainer.optimizer.state[p]["exp_avg"]).double(), moment, rtol=2**-5, atol=1e-30
+            )
 
 
 def test_what_is_cast_together() -> None:
@@ -177,7 +206,7 @@ def test_experts_have_several_names_in_configurations() -> None:
 def test_nothing_to_clip(tiny: Callable[..., Config]) -> None:
     with Trainer(tiny()) as trainer:
         with pytest.raises(RunError, match=r"no parameter has a gradient to clip: .*backward"):
-            parallel.clip_gradients(trainer.model.parameters(), 1.0, trainer.mesh)
+            parallel.clip_factor(trainer.model.parameters(), 1.0, trainer.mesh)
 
         class Two:
             size, replicate, device = 2, 1, torch.device("cpu")
@@ -185,5 +214,5 @@ def test_nothing_to_clip(tiny: Callable[..., Config]) -> None:
             def sum(self, tensor: torch.Tensor) -> torch.Tensor:
                 return tensor + 9.0  # the other one's
 
-        norm, factor = parallel.clip_gradients(trainer.model.parameters(), 1.0, Two())  # type: ignore[arg-type]
+        norm, factor = parallel.clip_factor(trainer.model.parameters(), 1.0, Two())  # type: ignore[arg-type]
         assert float(norm) == 3.0 and factor is None

@@ -3,7 +3,7 @@
 Input: ids [T, K], the expert of each slot (slot = token * K + choice), and tokens [T, H] or rows [R, H]. Output: new tensors that
 the caller owns. Nothing synchronizes with the host, there are no atomics, and results are the same bits every time. Each copy
 is the gradient of the other. Example, K = 2, two experts, ids = [[1, 0], [1, 7]]: order = [1, 0, 2, 3], inverse = [[1, 0],
-[2, -1]], offs = [1, 3], and `gather_rows` returns [x0, x0, x1, 0].
+[2, -1]], offs = [1, 3], and `gather_rows` returns [x0, x0, x1, ?].
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def _sort_slots_reference(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor
 @triton.jit
 def _gather_kernel(
     x_ptr, order_ptr, n_live_ptr, out_ptr,
-    n_rows, width, x_stride, slots_per_token,
+    width, x_stride, slots_per_token,
     BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """out[BLOCK_R rows, BLOCK_H columns]."""
@@ -158,9 +158,9 @@ def _gather_kernel(
     live = rows < tl.load(n_live_ptr)
     slot = tl.load(order_ptr + rows, mask=live, other=0)
     token = (slot // slots_per_token).to(tl.int64)[:, None]
-    inside = cols < width
-    values = tl.load(x_ptr + token * x_stride + cols, mask=live[:, None] & inside, other=0.0)
-    tl.store(out_ptr + rows[:, None] * width + cols, values, mask=(rows < n_rows)[:, None] & inside)
+    inside = live[:, None] & (cols < width)
+    values = tl.load(x_ptr + token * x_stride + cols, mask=inside, other=0.0)
+    tl.store(out_ptr + rows[:, None] * width + cols, values, mask=inside)
 
 
 @triton.jit
@@ -187,7 +187,7 @@ def _combine_kernel(
 
 
 def gather_rows(x: Tensor, order: Tensor, offs: Tensor, slots_per_token: int, *, backend: Backend = "auto") -> Tensor:
-    """[R, H] in x's dtype: row r is token `order[r] // slots_per_token`; sentinel rows are zero.
+    """[R, H] in x's dtype: row r is token `order[r] // slots_per_token`; sentinel rows are not written.
 
     In bf16 the kernel moves up to 4RH bytes (R = 131072, H = 2048: 1.07 GB, 0.27 ms at 4 TB/s).
 
@@ -211,9 +211,7 @@ def gather_rows(x: Tensor, order: Tensor, offs: Tensor, slots_per_token: int, *,
     order = packed("order", order, x, [n_rows], INDICES)
     n_live = packed("offs[-1:]", offs[-1:], x, [1], INDICES)
     if not use_triton(backend, x):
-        out = x[order.long() // slots_per_token]
-        live = torch.arange(n_rows, device=x.device) < n_live
-        return out.masked_fill_(~live.unsqueeze(1), 0.0)
+        return x[order.long() // slots_per_token]
     x = x if x.stride(1) == 1 else x.contiguous()
     out = torch.empty((n_rows, width), dtype=x.dtype, device=x.device)
     if out.numel() == 0:
@@ -222,7 +220,7 @@ def gather_rows(x: Tensor, order: Tensor, offs: Tensor, slots_per_token: int, *,
     block_r = _GATHER_TILE // block_h
     with on_device_of(x):
         _gather_kernel[(cdiv(n_rows, block_r), cdiv(width, block_h))](
-            x, order, n_live, out, n_rows, width, x.stride(0), slots_per_token,
+            x, order, n_live, out, width, x.stride(0), slots_per_token,
             BLOCK_R=block_r, BLOCK_H=block_h, num_warps=_WARPS,
         )  # fmt: skip
     return out

@@ -260,7 +260,7 @@ def _forward_kernel(
     )  # fmt: skip
     silu, _, up, _ = _glu_parts(gate, up, alpha, limit, CLAMPED)
     act = (silu * up * w[:, None]).to(act_ptr.dtype.element_ty)
-    tl.store(act_ptr + rows[:, None] * N_INNER + cols, act, mask=(rows < n_rows)[:, None] & inside)
+    tl.store(act_ptr + rows[:, None] * N_INNER + cols, act, mask=mask)
 
 
 @triton.jit(do_not_specialize=["device_pages", "host_at"])
@@ -288,10 +288,10 @@ def _backward_kernel(
     expert = rows * 0
     if HAS_BIAS:
         expert += tl.load(row_expert_ptr + rows, mask=live, other=0)
-    row_inside = (rows < n_rows)[:, None]
+    row_live = live[:, None]
     # Page numbers are loaded together with the live count, not after it: h waits for both.
     row_at = rows[:, None] * SAVED_WORDS
-    has_h = live[:, None]
+    has_h = row_live
     if PAGED:
         place, has_page = row_places(
             pages_ptr, rows, rows < n_rows, device_pages, host_at, PAGE_WORDS, SAVED_WORDS, WORDS_IN_16,
@@ -301,19 +301,19 @@ def _backward_kernel(
     dw = tl.zeros((BLOCK_R, BLOCK_I), tl.float32)
     for start in range(0, N_INNER, BLOCK_I):
         cols = start + tl.arange(0, BLOCK_I)[None, :]
-        inside = row_inside & (cols < N_INNER)
+        inside = row_live & (cols < N_INNER)
         at = rows[:, None] * N_INNER + cols
-        da = tl.load(da_ptr + at, mask=inside & live[:, None], other=0.0).to(tl.float32)
+        da = tl.load(da_ptr + at, mask=inside, other=0.0).to(tl.float32)
         if COMPRESSED:
             gate, up = _load_compressed(
-                h_ptr, bytes_ptr, row_at, row_at * 2 if INTERLEAVED else row_at, start, row_inside & has_h,
+                h_ptr, bytes_ptr, row_at, row_at * 2 if INTERLEAVED else row_at, start, has_h,
                 N_INNER, INTERLEAVED, BLOCK_I,
             )  # fmt: skip
         else:
             first, second = _load_h(h_ptr, row_at, cols, inside & has_h, N_INNER, INTERLEAVED)
             gate, up = _numbers(first, second, INTERLEAVED, da_ptr.dtype.element_ty, HALF)
         gate, up = _add_bias(
-            gate, up, bias_ptr, expert[:, None], cols, inside & live[:, None],
+            gate, up, bias_ptr, expert[:, None], cols, inside,
             N_INNER, INTERLEAVED, HAS_BIAS, da_ptr.dtype.element_ty, HALF,
         )  # fmt: skip
         silu, slope, up, up_slope = _glu_parts(gate, up, alpha, limit, CLAMPED)
@@ -349,7 +349,7 @@ def swiglu_forward(
     saved: PageTable | Tensor | None = None,
     backend: Backend = "auto",
 ) -> Tensor:
-    """act[r] = weights[order[r]] * glu(h[r] + bias[expert of r]): [R, I] in h's dtype, zero for sentinels.
+    """act[r] = weights[order[r]] * glu(h[r] + bias[expert of r]): [R, I] in h's dtype; rows of sentinels are not written.
 
     The mathematics is in fp32 (fp64 for fp64 tensors) with one rounding to the output's dtype. In bf16 the kernel moves 6I bytes
     a row (R = 131072, I = 768: 0.60 GB, 0.15 ms at 4 TB/s), and 4I or 2.06I more to save h.
@@ -418,7 +418,7 @@ def swiglu_backward(
         act[r], recomputed for the down projection's weight gradient
         dw[order[r]] = sum_i da[r, i] * glu[r, i]       the routing weight's gradient; zero for a slot without a row
 
-    In bf16 the kernel moves 12I bytes a row (R = 131072, I = 768: 1.21 GB, 0.30 ms at 4 TB/s).
+    Rows of sentinels are not written, but dw is. In bf16 the kernel moves 12I bytes a row (R = 131072, I = 768: 1.21 GB, 0.30 ms at 4 TB/s).
 
     Args:
         h: [R, 2I], any strides, or where `swiglu_forward` wrote it: pages, of which rows without a page count as zeros, or

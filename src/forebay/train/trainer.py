@@ -239,7 +239,7 @@ class Trainer:
                 self.discard()
                 raise
         losses = self.mesh.sum(torch.stack(parts))
-        norm, factor = parallel.clip_gradients(self._parameters, self.config.train.clip, self.mesh)
+        norm, factor = parallel.clip_factor(self._parameters, self.config.train.clip, self.mesh)
         lacks_room = self._lacks_room_for_update()
         self.optimizer.update(factor)
         self.optimizer.zero_grad(set_to_none=True)

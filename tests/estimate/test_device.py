@@ -86,14 +86,14 @@ def test_a_file_that_is_no_json(tmp_path: Path) -> None:
 
 
 def test_the_profile_has_the_rates_that_the_doctor_measured() -> None:
-    """Of products that take longer than the host needs to launch them. A gap of `kernel` follows each."""
+    """Of a GPU that is hot: profiles are between it and one after a pause. A gap of `kernel` follows each product."""
     file = Path(__file__).parents[2] / "benchmarks" / "results" / "h200_profile.json"
     measured, given = json.loads(file.read_text("utf-8")), load("h200")
     for name in ("matmul_bf16", "grouped", "grouped_weights"):
         for flops, rate in measured[name]["value"]:
             if flops > 5e9:
                 planned = flops / given.at(name, flops) + given.at("kernel")
-                assert planned == pytest.approx(flops / rate + measured["kernel"]["value"], rel=0.12), (name, flops)
+                assert planned == pytest.approx(flops / rate + measured["kernel"]["value"], rel=0.15), (name, flops)
 
 
 @pytest.mark.parametrize("name", ["h100", "b200", "a100", "rtx4090"])

@@ -57,6 +57,31 @@ def test_each_kind_has_its_rate() -> None:
     assert wide.seconds(OpCost("grouped", 8_000_000, 0)) == pytest.approx(80)
 
 
+def test_experts_with_few_rows_are_bound_by_their_matrices() -> None:
+    """128 rows of each of 48 experts: 0.43 ms for [1216, 7168] and 0.21 for [3584, 1216] on an H200, their gradients 0.48 and
+    0.26, and 1.2 and 0.61 added to fp32 sums. An expert's second tile reads its matrix again; of many rows, tiles share it."""
+    clock = Clock(load("h200"))
+    adds = replace(clock, sums=4.0)
+    for inner, outer, *took in ((1216, 7168, 430, 475, 1190), (3584, 1216, 215, 255, 606)):
+        matrices, rows = 2 * 48 * inner * outer, 2 * 6144 * (inner + outer)
+        ops = [
+            OpCost(kind, 2 * 6144 * inner * outer, matrices + rows, padding=1.5, matrices=matrices, tiles=1.5)
+            for kind in ("grouped", "grouped_weights", "grouped_weights")
+        ]
+        found = [c.seconds(op) for c, op in zip((clock, clock, adds), ops, strict=True)]
+        assert found == pytest.approx([t / 1e6 for t in took], rel=0.1)
+    many = OpCost("grouped", 0, 10**9, matrices=10**9, tiles=40)
+    assert clock.seconds(many) == pytest.approx(clock.seconds(replace(many, tiles=2)))
+
+
+def test_a_routers_product_is_bound_by_its_rows() -> None:
+    """fp32 [16896, 1536] @ [1536, 16] takes 61 microseconds on an H200, [4096, 2048] @ [2048, 128] 65."""
+    clock = Clock(load("h200"))
+    for rows, hidden, experts, took in ((16896, 1536, 16, 61e-6), (4096, 2048, 128, 65e-6)):
+        moved = 4 * (rows * hidden + hidden * experts + rows * experts)
+        assert clock.seconds(OpCost("gemm_fp32", 2 * rows * hidden * experts, moved)) == pytest.approx(took, rel=0.12)
+
+
 def test_what_whole_tiles_compute_takes_time() -> None:
     clock = Clock(device(grouped=1e6))
     assert clock.seconds(OpCost("grouped", 8_000_000, 0, padding=1.5)) == pytest.approx(12)
@@ -263,7 +288,6 @@ SENT = 1000 * 2 * 3 / 4 / 10
 REDUCED = (2 * 1000 * 4 + 250 * 8) / 1000
 REDUCED_SENT = 1000 * 4 * 3 / 4 / 10
 ADDED = 1000 * (2 + 2 * 4) / 1000
-ADDED_IN_PLACE = 1000 * (2 * 4 - 2) / 1000  # without what the product would have written
 FIRST = 1000 * (2 + 4) / 1000  # the first microbatch's become the sum
 ZEROS = 1000 * 4 / 1000
 LONG = KernelTime(1e6)
@@ -288,7 +312,8 @@ def test_an_engine_that_reshards_experts_gathers_them_for_each_use() -> None:
     """The experts of this process alone: a gather to itself is a cast and two more copies."""
     sharding = ShardingTime(DEVICE, replace(FOUR, ep=4, gathered=True, reshard=True), 8)
     again = 1000 * (6 + 2 * 2 * 2) / 1000
-    assert sharding.layer(Elements(0, 1000), LONG, LONG) == pytest.approx((again, again + ADDED_IN_PLACE))
+    # Gradients are added to their sums as they are made: `Clock.seconds` has that.
+    assert sharding.layer(Elements(0, 1000), LONG, LONG) == pytest.approx((again, again))
     found = overhead(sharding, Elements(1000, 1000))
     assert found.gather == pytest.approx(COPIED + SENT + 2 * ZEROS)
     # Their gradients are in the shards' dtype already: nothing to reduce and nothing to cast.
@@ -353,10 +378,11 @@ def test_the_optimizer_reads_four_and_writes_three() -> None:
 
 @pytest.mark.parametrize("draw, number, gb, size", [(2, "10", 1.681, 4), (2, "00", 14.516, 2), (2, "21", 2.441, 2)])
 def test_an_update_takes_what_its_kernels_took(draw: int, number: str, gb: float, size: int) -> None:
-    """Clipping and AdamW's update of `gb` GB of parameters on an H200: bf16 reaches less of the bandwidth than fp32."""
+    """Clipping and AdamW's update of `gb` GB of parameters on an H200: bf16 reaches less of the bandwidth than fp32. These runs
+    clipped by a pass of its own, of 10 in all; in bf16 the update does it now, which saves one."""
     runs = json.loads((RESULTS / "step_kernels.json").read_text("utf-8"))["runs"]
     run = next(r for r in runs if r["draw"] == draw and r["name"].startswith(number))
-    took = sum(ms for name, _, ms in run["kernels"] if "multi_tensor_apply" in name) / 1e3
+    took = sum(ms for name, _, ms in run["kernels"] if "multi_tensor_apply" in name) / 1e3 * (0.9 if size == 2 else 1)
     sharding = ShardingTime(load("h200"), Sharing(parameter=size), 1)
     assert sharding.step([], Elements(0), int(gb * 1e9), fused=True, clips=True).optimizer == pytest.approx(
         took, rel=0.1

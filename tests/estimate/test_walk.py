@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from forebay.estimate.allocator import GRADIENTS
+from forebay.estimate.allocator import GRADIENTS, CachingAllocator
 from forebay.estimate.fsdp import GroupParam, ParamGroup, param_groups
 from forebay.estimate.op_recorder import OpRecorder
 from forebay.estimate.parts import Part, placed_parts
@@ -242,6 +242,22 @@ def test_the_peak_is_that_of_a_real_step(
     before = run.allocator.allocated
     run.gradients()
     assert run.peak.allocated - before == pytest.approx(peak_of(recorder.log), rel=0.025)
+
+
+def test_the_cache_is_emptied_after_the_step_that_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the compiler tried is gone, and so are all segments that hold no weight."""
+    left = list[int]()
+    own = CachingAllocator.empty_cache
+
+    def empty_cache(allocator: CachingAllocator) -> list[int]:
+        given = own(allocator)
+        left.append(allocator.reserved)
+        return given
+
+    monkeypatch.setattr(CachingAllocator, "empty_cache", empty_cache)
+    sublayers = [part(0, "l.0.self_attn", 32 * MIB, 64 * MIB), part(0, "l.0.mlp", 48 * MIB, 96 * MIB)]
+    peaks = [walk(rank(sublayers, compiles=compiles), steps=3).reserved for compiles in (True, False)]
+    assert left == [WORKSPACE] and peaks[0] == peaks[1]
 
 
 @pytest.mark.parametrize("actions", [("F", "RECV_B", "B"), ("F", "RECV_B", "I", "W")], ids="-".join)

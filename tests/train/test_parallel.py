@@ -152,7 +152,10 @@ def test_an_update_multiplies_gradients(tiny: Callable[..., Config], fused: bool
             moment = 0.1 * g * float(factor)
             # Rounded once; that is not fused rounds the product as well. lerp from 0 adds fp32's rounding.
             torch.testing.assert_close(
-                local(trainer.optimizer.state[p]["exp_avg"]).double(), moment, rtol=2**-8 if fused else 2**-6, atol=1e-30
+                local(trainer.optimizer.state[p]["exp_avg"]).double(),
+                moment,
+                rtol=2**-8 if fused else 2**-6,
+                atol=1e-30,
             )
         trainer.optimizer.zero_grad()
         trainer.gradients(1)

@@ -19,6 +19,7 @@ from forebay.estimate.types import ModelTrace, OpCost, PartTrace
 _RATES: Mapping[str, str] = MappingProxyType(
     {
         "gemm": "matmul_bf16",
+        "gemm_fp32": "matmul_fp32",
         "gemm_unaligned": "matmul_bf16",
         "grouped": "grouped",
         "grouped_weights": "grouped_weights",
@@ -28,9 +29,20 @@ _RATES: Mapping[str, str] = MappingProxyType(
 )
 
 
+_LARGE = 1 << 30
+"""Bytes of a kernel whose bandwidth is that of the memory alone."""
 _UNVECTORIZED = 0.37
 """Share of a copy's bandwidth that an unvectorized kernel reaches: 1.5 of 4.0 TB/s, measured on an H200 with torch's loop from
 fp32 into bf16 (`forebay.kernels.cross_entropy.scale`)."""
+_SKINNY = 0.4
+"""The same of a product in fp32 with a router's few columns: 1.4 to 1.9 TB/s for 16 or 32 experts."""
+_MATRICES, _GRADIENTS, _SUMS = 0.82, 0.49, 0.73
+"""The same where experts have few rows: `F.grouped_mm` with their matrices (3.4 TB/s), of their gradients (2.0), and
+`forebay.kernels.grouped`, which adds those to sums (3.0)."""
+_REREAD = 1.6
+"""Times that a matrix is read at most: the tiles of an expert with many rows share it in the cache."""
+_ADDED = 0.87
+"""Share of the rate of gradients that their own kernel reaches which adds them to sums."""
 _UNALIGNED = 0.03
 """Share of a GEMM's rate with unaligned rows, some 20 TFLOP/s on an H200. Calibrated on GPT-OSS, whose eager attention has 4097
 scores a row; see docs/estimator.md."""
@@ -86,18 +98,21 @@ class Clock:
         ranks: that share experts; consecutive ones fill the nodes.
         wide: computation is in fp32: experts and attention run at the rate of fp32 GEMMs too.
         crossing: see `EvenRouting.crossing_share`.
+        sums: bytes of a sum read and written for each byte of an expert's matrix, where its gradient is added in place; else 0.
     """
 
     device: DeviceProfile
     ranks: int = 1
     wide: bool = False
     crossing: float = 1.0
+    sums: float = 0.0
 
     @classmethod
     def of(cls, device: DeviceProfile, config: Config, routing: EvenRouting, sharing: Sharing) -> Clock:
         """The clock of a run."""
         p = config.parallel
-        return cls(device, p.ep, sharing.compute == 4, routing.crossing_share(p.ep, device.node, p.dispatch))
+        sums = 2 * sharing.summed / sharing.compute if sharing.adds_in_place else 0.0
+        return cls(device, p.ep, sharing.compute == 4, routing.crossing_share(p.ep, device.node, p.dispatch), sums)
 
     def both_ways(self, part: PartTrace) -> tuple[KernelTime, KernelTime]:
         """Forward and backward of a part that is kept."""
@@ -125,11 +140,24 @@ class Clock:
         moved = self.moved(op.bytes)
         if op.kind == "pointwise":
             return moved + gap
-        if op.kind == "unvectorized":
-            return moved / _UNVECTORIZED + gap
+        if op.kind == "unvectorized":  # what is in the cache, where small kernels are, is read element by element too
+            return moved + (1 / _UNVECTORIZED - 1) * op.bytes / self.device.at("bandwidth", _LARGE) + gap
         rate = self.device.at("matmul_fp32" if self.wide else _RATES[op.kind], op.flops)
-        share = _UNALIGNED if op.kind == "gemm_unaligned" else 1.0
-        return max(op.flops * op.padding / (rate * share), moved) + gap
+        computed = op.flops * op.padding / rate
+        match op.kind:
+            case "gemm_unaligned":
+                computed /= _UNALIGNED
+            case "gemm_fp32" if not self.wide:
+                moved /= _SKINNY
+            case "grouped":
+                moved = self.moved(op.bytes + (min(op.tiles, _REREAD) - 1) * op.matrices) / _MATRICES
+            case "grouped_weights" if self.sums:
+                moved = self.moved(op.bytes + (self.sums - 1) * op.matrices) / _SUMS
+                # A tile's products hide a part of another's sums.
+                return ((computed / _ADDED) ** 1.5 + moved**1.5) ** (2 / 3) + gap
+            case "grouped_weights":
+                moved /= _GRADIENTS
+        return max(computed, moved) + gap
 
     def _all_to_all(self, count: float) -> float:
         """The transfers within the node and between nodes run at once, or one after the other where rows cross once a node."""
@@ -176,6 +204,8 @@ ALL_TO_ALL = 6
 SELECTIVE = 3.7
 """What each kernel adds in a forward whose checkpoint chooses what it keeps (`recompute = "save-dispatch"`): torch takes every
 operation through a `TorchDispatchMode` in Python."""
+STATISTICS = 30
+"""The trainer's statistics of a router's choice take as long as so many empty kernels: 14 small ones."""
 OFFLOADED, STASHED = 2, 22
 """What each offloaded tensor adds, and what a sublayer's pages add."""
 
@@ -207,8 +237,8 @@ class LayerTimer:
             f, b = self.sublayer(part, placements.get(name, "keep"))
             forward, backward = forward + f, backward + b
         if layer.is_moe:
-            waits = dispatch_wait(self.config)
-            forward = forward + KernelTime(compute=waits, launches=waits / self.clock.device.at("launch"))
+            waits, counting = dispatch_wait(self.config), self.clock.seconds(OpCost("pointwise", 0, 0, STATISTICS))
+            forward = forward + KernelTime(compute=waits + counting, launches=waits / self.clock.device.at("launch"))
         return forward, backward
 
     def end(self, part: PartTrace) -> tuple[KernelTime, KernelTime]:

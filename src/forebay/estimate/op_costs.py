@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -31,8 +32,10 @@ _ROW_PASS_BYTES = 9
 """Bytes an element by which a compiled pass over rows takes longer than its memory: exponentials, and a loop over each row. Of 7
 passes on an H200: 0.37 to 0.53 ms for 105 MB of GPT-OSS's scores with a sink, forward and backward, 6.9 ms for 2.1 GB without."""
 _ROUTE_KERNELS = 20
-"""`forebay.moe.routing.route`, a sort and what is around it, takes as long as so many empty kernels: 0.08 ms
-(benchmarks/results/experts.md)."""
+"""`forebay.moe.routing.route`, a sort and what is around it, takes as long as so many empty kernels: 20 to 40 microseconds."""
+_SPLIT = 1.3
+"""Bytes that a run moves over those of one kernel: Inductor splits it where reductions go over other dimensions, as in a norm of
+heads before rotary positions. Measured on attention and norms of run 08 of the tenth blind draw."""
 
 
 class Tally:
@@ -103,9 +106,10 @@ class Tally:
         elif base in _NO_KERNEL or getattr(func, "is_view", False):
             return
         elif packet in flop_registry:
-            cost = (_attention if "attention" in base else _matmul)(func, args, kwargs, out)
-            # Inductor copies and pads operands whose rows are unaligned.
-            self._separate(args, kwargs, [replace(cost, kind="gemm") if self._fused and "gemm" in cost.kind else cost])
+            costs = (_attention if "attention" in base else _matmul)(func, args, kwargs, out)
+            if self._fused:  # Inductor copies and pads operands whose rows are unaligned
+                costs = [replace(cost, kind=cost.kind.replace("_unaligned", "")) for cost in costs]
+            self._separate(args, kwargs, costs)
         else:
             self._moves(base, args, kwargs, out)
 
@@ -121,7 +125,8 @@ class Tally:
             # An `out=` stands in for a kernel of Forebay's own, such as `forebay.kernels.cross_entropy.scale`.
             slow = not self._fused and "out" not in kwargs and _is_unvectorized(base, args, sources, results)
             kind = "unvectorized" if slow else "pointwise"
-            self._separate(args, kwargs, [OpCost(kind, 0, sum(map(_bytes, (*sources, *results))))])
+            times = 2 if not self._fused and _takes_twice(base, sources, results) else 1
+            self._separate(args, kwargs, [OpCost(kind, 0, times * sum(map(_bytes, (*sources, *results))))])
         else:
             self._kernels = 1
             if base in _ROW_PASSES:
@@ -175,19 +180,22 @@ class Tally:
 
     def _close(self) -> None:
         if self._kernels and self._bytes:
-            self._done.append(OpCost("pointwise", 0, self._bytes, self._kernels))
+            self._done.append(OpCost("pointwise", 0, round(_SPLIT * self._bytes), self._kernels))
         self._done.extend(self._passes)
         self._read, self._made, self._passes = set(), set(), []
         self._bytes = self._kernels = 0
 
 
-def _matmul(func: Any, args: Any, kwargs: Any, out: Any) -> OpCost:
+def _matmul(func: Any, args: Any, kwargs: Any, out: Any) -> list[OpCost]:
     tensors = [*_tensors((args, kwargs)), *_tensors(out)]
     flops = int(flop_registry[func.overloadpacket](*args, **kwargs, out_val=out))
-    return OpCost("gemm_unaligned" if any(map(_is_unaligned, tensors)) else "gemm", flops, sum(map(_bytes, tensors)))
+    kind = "gemm_fp32" if tensors[0].dtype == torch.float32 else "gemm"
+    if kind == "gemm" and any(map(_is_unaligned, tensors)):
+        kind = "gemm_unaligned"
+    return [OpCost(kind, flops, sum(map(_bytes, tensors)))]
 
 
-def _attention(func: Any, args: Any, kwargs: Any, out: Any) -> OpCost:
+def _attention(func: Any, args: Any, kwargs: Any, out: Any) -> list[OpCost]:
     """Not torch's formula, which counts all pairs, and in torch 2.11 fails for fewer heads of keys than of queries."""
     moved = sum(map(_bytes, (*_tensors((args, kwargs)), *_tensors(out))))
     named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
@@ -198,11 +206,22 @@ def _attention(func: Any, args: Any, kwargs: Any, out: Any) -> OpCost:
     columns = 3 * width + 2 * value_width if backward else width + value_width
     flops = 2 * query.shape[:-1].numel() * value.shape[-2] * columns // (2 if causal else 1)
     padding = _attention_padding(query, value, causal)
-    return OpCost("attention_backward" if backward else "attention", flops, moved, padding=padding)
+    cost = OpCost("attention_backward" if backward else "attention", flops, moved, padding=padding)
+    return [cost, OpCost("pointwise", 0, _around_attention(query, named["key"], value), 2)] if backward else [cost]
+
+
+def _around_attention(query: Tensor, key: Tensor, value: Tensor) -> int:
+    """Bytes of the kernels around cuDNN's attention backward: rows' sums of dO * O, and the query's gradient from fp32; with
+    fewer heads of keys, the sums of their gradients. They take 1.3 times as long as a copy."""
+    size, pairs = query.element_size(), query.shape[:-1].numel()
+    moved = 2 * size * pairs * value.shape[-1] + (4 + size) * query.numel()
+    if key.shape[1] < query.shape[1]:
+        moved += size * (pairs * (key.shape[-1] + value.shape[-1]) + key.numel() + value.numel())
+    return round(1.3 * moved)
 
 
 _TILE = 128
-"""Queries and keys of a tile of cuDNN's attention on Hopper."""
+"""Queries and keys of a tile of cuDNN's attention on Hopper; rows of one of `F.grouped_mm`."""
 _WIDTH = 64
 """Widths of heads are padded to multiples of it."""
 _EXPONENTIALS = 200
@@ -252,6 +271,13 @@ def _is_unvectorized(base: str, args: Any, sources: list[Tensor], results: list[
     return len({(t.shape, t.stride()) for t in tensors}) > 1 or any(_has_gaps(t) for t in tensors)
 
 
+def _takes_twice(base: str, sources: list[Tensor], results: list[Tensor]) -> bool:
+    """Whether an uncompiled kernel takes twice as long as its bytes: torch's softmax, and its conversion to a wider dtype, which
+    is not vectorized (bf16 to fp32 at 2.0 TB/s on an H200, fp32 to bf16 at 4.0)."""
+    wider = results and sources and results[0].element_size() > sources[-1].element_size()
+    return base == "_softmax" or (base in ("_to_copy", "copy", "copy_") and bool(wider))
+
+
 def _has_gaps(tensor: Tensor) -> bool:
     return (
         1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -272,14 +298,17 @@ def _bytes(tensor: Tensor) -> int:
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
-_PADDING = 64
-"""Rows of an expert that its last tile of 128 computes besides its own, on average: rates are measured with whole tiles."""
-
-
 def _grouped(kind: str, rows: int, inner: int, outer: int, experts: int, size: int) -> OpCost:
-    """Rows of `inner` elements times the matrix [inner, outer] of their expert, or the gradient of those matrices."""
-    moved = size * (rows * (inner + outer) + experts * inner * outer)
-    return OpCost(kind, 2 * rows * inner * outer, moved, padding=1 + min(1.0, experts * _PADDING / max(1, rows)))
+    """Rows of `inner` elements times the matrix [inner, outer] of their expert, or the gradient of those matrices.
+
+    An expert's last tile is half empty on average: rates are measured with whole tiles.
+    """
+    matrices = size * experts * inner * outer
+    moved = size * rows * (inner + outer) + matrices
+    each = max(1, rows) / experts
+    tiles = max(1.0, each / _TILE + 0.5)
+    padding = tiles * _TILE / each
+    return OpCost(kind, 2 * rows * inner * outer, moved, padding=padding, matrices=matrices, tiles=tiles)
 
 
 def _moved(*elements: int, size: int, kernels: int = 1) -> OpCost:

@@ -397,11 +397,12 @@ class ShardingTime:
             parameters: bytes of its own shards that are trained.
             fused: AdamW is one kernel, which reads parameter, gradient and two moments and writes all but the gradient;
                 else about 14 more reads and writes of a shard.
-            clips: gradients are clipped.
+            clips: gradients are clipped: read and written once more, or in half precision only written, by a fused update.
         """
         s = self.sharing
         share = _UPDATES[s.parameter] if fused else _FOREACH
-        optimizer = self._clock.moved(parameters * ((7 if fused else 21) + 1 + 2 * clips)) / share
+        clipping = clips * (1 if fused and s.parameter < 4 else 2)
+        optimizer = self._clock.moved(parameters * ((7 if fused else 21) + 1 + clipping)) / share
         adding = self.microbatches * self._adding(ends)
         if not s.sharded:
             return StepOverhead(reduce=adding, optimizer=optimizer)
@@ -472,7 +473,7 @@ class ShardingTime:
         moved = share * (s.compute + 2 * summed)
         if s.sharded and not s.gathered and summed != s.compute:  # the first one's are converted to the sum
             moved += (s.compute + summed) / count
-        experts = moved - 2 * s.compute if s.adds_in_place else moved
+        experts = 0.0 if s.adds_in_place else moved  # `Clock.seconds` has it
         if part.frozen:  # adapters: the experts are frozen
             return self._clock.moved((part.rest + part.experts - part.frozen) * moved)
         return self._clock.moved(part.rest * moved + part.experts * experts)

@@ -155,13 +155,15 @@ class OpCost:
     """What one operation, or one fused run of operations, asks of a GPU; see `forebay.estimate.op_costs`.
 
     Attributes:
-        kind: "gemm", "gemm_unaligned" (rows do not begin at multiples of 16 bytes), "grouped" (experts), "grouped_weights" (their
-            weight gradients), "attention", "attention_backward", "pointwise" (moves memory only), "unvectorized" (the same,
-            element by element), or "all_to_all".
+        kind: "gemm", "gemm_fp32" (of a router, mostly), "gemm_unaligned" (rows do not begin at multiples of 16 bytes), "grouped"
+            (experts), "grouped_weights" (their weight gradients), "attention", "attention_backward", "pointwise" (moves memory
+            only), "unvectorized" (the same, element by element), or "all_to_all".
         flops: that are really made: under a causal mask, half of attention's pairs.
         bytes: read from and written to device memory; for an all-to-all, those that leave the GPU.
         launches: kernels.
         padding: what is computed besides, because kernels compute whole tiles, as a multiple of `flops`: 1 for none.
+        matrices: those of the bytes that are experts' matrices.
+        tiles: rows of tiles of an expert, each of which reads the whole matrix.
     """
 
     kind: str
@@ -169,6 +171,8 @@ class OpCost:
     bytes: int
     launches: int = 1
     padding: float = 1.0
+    matrices: int = 0
+    tiles: float = 1.0
 
 
 @dataclass(frozen=True)

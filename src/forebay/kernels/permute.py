@@ -152,10 +152,13 @@ def _gather_kernel(
     BLOCK_R: tl.constexpr, BLOCK_H: tl.constexpr,
 ):  # fmt: skip
     """out[BLOCK_R rows, BLOCK_H columns]."""
-    # R * H passes 2**31 at 1M rows of 2048: row offsets are 64-bit.
-    rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    n_live = tl.load(n_live_ptr)
+    first = tl.program_id(0).to(tl.int64) * BLOCK_R  # R * H passes 2**31 at 1M rows of 2048: row offsets are 64-bit
+    if first >= n_live:
+        return  # half of the programs with the capacity of two ranks
+    rows = first + tl.arange(0, BLOCK_R)
     cols = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)[None, :]
-    live = rows < tl.load(n_live_ptr)
+    live = rows < n_live
     slot = tl.load(order_ptr + rows, mask=live, other=0)
     token = (slot // slots_per_token).to(tl.int64)[:, None]
     inside = live[:, None] & (cols < width)

@@ -224,10 +224,15 @@ def _forward_kernel(
     # Scalar arguments are fp32 in eager Triton and fp64 under Inductor.
     alpha = tl.cast(alpha, tl.float32)
     limit = tl.cast(limit, tl.float32)
-    # R * 2I passes 2**31 for 1M rows of 1536: row offsets are 64-bit.
-    rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
+    n_live = tl.load(n_live_ptr)
+    first_row = (
+        tl.program_id(0).to(tl.int64) * BLOCK_R
+    )  # R * 2I passes 2**31 for 1M rows of 1536: row offsets are 64-bit
+    if first_row >= n_live:
+        return  # half of the programs with the capacity of two ranks
+    rows = first_row + tl.arange(0, BLOCK_R)
     cols = tl.program_id(1) * BLOCK_I + tl.arange(0, BLOCK_I)[None, :]
-    live = rows < tl.load(n_live_ptr)
+    live = rows < n_live
     slot = tl.load(order_ptr + rows, mask=live, other=0)
     w = tl.load(weights_ptr + slot, mask=live, other=0.0).to(tl.float32)
     expert = rows * 0
@@ -280,10 +285,16 @@ def _backward_kernel(
     """
     alpha = tl.cast(alpha, tl.float32)
     limit = tl.cast(limit, tl.float32)
-    rows = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
-    live = rows < tl.load(n_live_ptr)
+    n_live = tl.load(n_live_ptr)
+    first_row = tl.program_id(0).to(tl.int64) * BLOCK_R
+    rows = first_row + tl.arange(0, BLOCK_R)
+    live = rows < n_live
     # A sentinel's slot is read too: its dw is zero, and each slot belongs to exactly one row.
     slot = tl.load(order_ptr + rows, mask=rows < n_rows, other=0)
+    if first_row >= n_live:
+        if WRITE_DW:
+            tl.store(dw_ptr + slot, tl.zeros((BLOCK_R,), tl.float32), mask=rows < n_rows)
+        return
     w = tl.load(weights_ptr + slot, mask=live, other=0.0).to(tl.float32)[:, None]
     expert = rows * 0
     if HAS_BIAS:
@@ -418,7 +429,8 @@ def swiglu_backward(
         act[r], recomputed for the down projection's weight gradient
         dw[order[r]] = sum_i da[r, i] * glu[r, i]       the routing weight's gradient; zero for a slot without a row
 
-    Rows of sentinels are not written, but dw is. In bf16 the kernel moves 12I bytes a row (R = 131072, I = 768: 1.21 GB, 0.30 ms at 4 TB/s).
+    Rows of sentinels are not written, but dw is. In bf16 the kernel moves 12I bytes a row (R = 131072, I = 768: 1.21 GB, 0.30 ms
+    at 4 TB/s).
 
     Args:
         h: [R, 2I], any strides, or where `swiglu_forward` wrote it: pages, of which rows without a page count as zeros, or

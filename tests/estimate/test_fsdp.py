@@ -107,6 +107,27 @@ def test_an_engines_replicas_reduce_in_place() -> None:
     assert [step(allocator, params) for _ in range(2)] == [[256, 256, 256, 256]] * 2
 
 
+@pytest.mark.parametrize("dtype", [2, 4])
+def test_gradients_of_later_microbatches_are_added_as_they_are_made(dtype: int) -> None:
+    """Two of 2 and 4 MiB in bf16. Sums in bf16 are the first microbatch's gradients, to which autograd adds; sums in fp32 are
+    made after a layer's backward, until which its gradients wait for each other."""
+    params = tuple(GroupParam(name, "", size, size, size) for name, size in (("a", 1 << 20), ("b", 2 << 20)))
+    sharing = Sharing(sharded=True, parameter=4, compute=2, summed=dtype)
+    allocator = CachingAllocator()
+    params_of = FsdpLifecycle(allocator, [ParamGroup(0, False, 1, params)], sharing, "compute")
+    kept = []
+    for last in (False, True):
+        held = allocator.allocated
+        for name, size in (("a", 2 * MIB), ("b", 4 * MIB)):
+            block = allocator.malloc(size, "compute")
+            if not params_of.keeps(0, name, block):
+                allocator.free(block)
+        kept.append(allocator.allocated - held)
+        params_of.leave(0, False, True, last)
+        assert allocator.allocated == dtype * 3 * MIB
+    assert kept == [6 * MIB, 0 if dtype == 2 else 6 * MIB]
+
+
 def test_frozen_weights_are_gathered_and_not_reduced() -> None:
     """A frozen weight of 128 MiB in bf16 beside a trained one of 8 MiB in fp32, both gathered in bf16 by two processes."""
     frozen = GroupParam("w", "", 32 << 20, 64 << 20, 64 << 20, frozen=True)

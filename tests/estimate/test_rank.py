@@ -222,7 +222,7 @@ def test_the_host_pays_for_what_the_device_does_not_see() -> None:
     fits = small(memory={"policy": "offload", "offload": "fit"})
     assert fits.host > keep.host
     graph = small(parallel={"overlap": True, "reshard": False}, memory={"graph": True})
-    assert graph.launch == 0 and graph.around < keep.around / 3
+    assert graph.launch == 0 and graph.around < 0.7 * keep.around
 
 
 def test_kernels_of_profiled_steps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -444,6 +444,8 @@ class FsdpLifecycle(_Sharded):
     def keeps(self, place: Any, name: str, block: Block) -> bool:
         numbers = self._ends if place in ("embedding", "head") else self._layers[place]
         number = next(n for n in numbers if any(p.name == name for p in self._groups[n].params))
+        if number in self._sums and self._s.summed == self._s.compute:
+            return False  # autograd adds it to the earlier one, which is in the same dtype, as soon as it is made
         self._gradients.setdefault(number, []).append((name, block))
         self._allocator.set_role(block, GRADIENTS)
         return True

@@ -17,6 +17,7 @@ from forebay.estimate.layer_time import SUBLAYER
 from forebay.estimate.layers import plan_layers
 from forebay.estimate.plan import fit_run
 from forebay.estimate.step_time import StepTime
+from forebay.estimate.trace_cache import TraceCache
 
 pytestmark = pytest.mark.usefixtures("shared_traces")
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -226,17 +227,18 @@ def test_the_host_pays_for_what_the_device_does_not_see() -> None:
 
 
 def test_kernels_of_profiled_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the device did in three steps of one H200, without its host: products of every size, experts, attention, optimizer."""
+    """What the device did in seven steps of H200s, without their hosts: products of every size, experts, attention, optimizer."""
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     runs = json.loads((BENCHMARKS / "results" / "step_kernels.json").read_text("utf-8"))["runs"]
     errors = []
-    for draw, number in ((1, "13"), (2, "10"), (2, "21")):
+    for draw, number in ((1, "13"), (2, "10"), (2, "21"), (10, "01"), (10, "06"), (10, "13"), (10, "18")):
         drawn = json.loads((BENCHMARKS / "results" / f"planner_blind_{draw}.json").read_text("utf-8"))["runs"]
         entries = importlib.import_module("planner_blind").entries_of(drawn)
         (run,) = [run for run in runs if run["draw"] == draw and run["name"].startswith(number)]
         entry = entries[run["name"]]
         config = from_mapping(importlib.import_module("common").by_host(entry.sections), origin=entry.name)
-        found = fit_run(config, plan_layers(config, 1), 1, device=load("h200")).step
+        traces = TraceCache()
+        found = fit_run(config, plan_layers(config, 1, traces), 1, device=load("h200"), traces=traces).step
         assert found is not None
         busy = found.schedule + found.gather + found.reduce + found.optimizer
         errors.append(1e3 * busy / run["busy_ms"] - 1)

@@ -245,7 +245,7 @@ def test_the_peak_is_that_of_a_real_step(
 
 
 def test_the_cache_is_emptied_after_the_step_that_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the compiler tried is gone, and so are all segments that hold no weight."""
+    """Segments that hold nothing are released once, whatever the steps after it take."""
     left = list[int]()
     own = CachingAllocator.empty_cache
 
@@ -256,8 +256,10 @@ def test_the_cache_is_emptied_after_the_step_that_compiles(monkeypatch: pytest.M
 
     monkeypatch.setattr(CachingAllocator, "empty_cache", empty_cache)
     sublayers = [part(0, "l.0.self_attn", 32 * MIB, 64 * MIB), part(0, "l.0.mlp", 48 * MIB, 96 * MIB)]
-    peaks = [walk(rank(sublayers, compiles=compiles), steps=3).reserved for compiles in (True, False)]
-    assert left == [WORKSPACE] and peaks[0] == peaks[1]
+    for compiles in (False, True):
+        assert not left
+        walk(rank(sublayers, compiles=compiles), steps=3)
+    assert left == [WORKSPACE]
 
 
 @pytest.mark.parametrize("actions", [("F", "RECV_B", "B"), ("F", "RECV_B", "I", "W")], ids="-".join)

@@ -445,6 +445,7 @@ class _TrainerRun:
             sums=a.gradient_accumulation_steps > 1 and not a.sync_each_batch,
             fused=a.optim == "adamw_torch_fused",
             random=a.fsdp,  # accelerate moves them whole, one by one, before it shards them
+            trainer=False,
         )
 
     def notes(self) -> list[str]:

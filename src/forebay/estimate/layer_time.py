@@ -35,10 +35,10 @@ _UNVECTORIZED = 0.37
 """Share of a copy's bandwidth that an unvectorized kernel reaches: 1.5 of 4.0 TB/s, measured on an H200 with torch's loop from
 fp32 into bf16 (`forebay.kernels.cross_entropy.scale`)."""
 _SKINNY = 0.4
-"""The same of a product in fp32 with a router's few columns: 1.4 to 1.9 TB/s for 16 or 32 experts."""
+"""Share of a copy's bandwidth that a product in fp32 with a router's few columns reaches: 1.4 to 1.9 TB/s for 16 to 32."""
 _MATRICES, _GRADIENTS, _SUMS = 0.82, 0.49, 0.73
-"""The same where experts have few rows: `F.grouped_mm` with their matrices (3.4 TB/s), of their gradients (2.0), and
-`forebay.kernels.grouped`, which adds those to sums (3.0)."""
+"""Shares of a copy's bandwidth that bound experts with few rows: of `F.grouped_mm` with their matrices (3.4 TB/s), of
+`F.grouped_mm` for the matrices' gradients (2.0), and of `forebay.kernels.grouped`, which adds those to sums (3.0)."""
 _REREAD = 1.6
 """Times that a matrix is read at most: the tiles of an expert with many rows share it in the cache."""
 _ADDED = 0.87
@@ -90,9 +90,9 @@ NO_TIME = KernelTime()
 class Clock:
     """Turns costs into seconds.
 
-    GEMMs and attention take the longer of FLOPs at the rate of their size and bytes at the bandwidth; other operations
-    their bytes at (a share of) the bandwidth; an all-to-all its bytes at the rate of their size. Each kernel adds the
-    gap between two.
+    GEMMs and attention take the longer of FLOPs at the rate of their size and bytes at the bandwidth, or at a share of it;
+    other operations their bytes at it, or at a share; an all-to-all its bytes at the rate of their size. Gradients that are
+    added to sums in place take longer than either. Each kernel adds the gap between two.
 
     Attributes:
         ranks: that share experts; consecutive ones fill the nodes.
@@ -205,7 +205,8 @@ SELECTIVE = 3.7
 """What each kernel adds in a forward whose checkpoint chooses what it keeps (`recompute = "save-dispatch"`): torch takes every
 operation through a `TorchDispatchMode` in Python."""
 STATISTICS = 30
-"""The trainer's statistics of a router's choice take as long as so many empty kernels: 14 small ones."""
+"""The trainer's statistics of a router's choice take the device as long as so many empty kernels: 14 small ones. The host's part
+is in `SUBLAYER`, which was fitted to such steps."""
 OFFLOADED, STASHED = 2, 22
 """What each offloaded tensor adds, and what a sublayer's pages add."""
 
@@ -219,11 +220,15 @@ class LayerTimer:
 
     "keep" and "stash" take the time of the trace: pages cost the device 1 % of a layer (benchmarks/LOG.md). "recompute" runs the
     forward again in backward, or only the first product of Forebay's experts. Offloading costs no kernel time.
+
+    Attributes:
+        statistics: `forebay train` counts what routers choose.
     """
 
     clock: Clock
     config: Config
     trace: ModelTrace
+    statistics: bool = True
 
     def layer(self, number: int, placements: Mapping[str, str] = _KEPT) -> tuple[KernelTime, KernelTime]:
         """A layer's forward, with the wait for the exact sizes of a token dispatch, and its backward.
@@ -237,7 +242,8 @@ class LayerTimer:
             f, b = self.sublayer(part, placements.get(name, "keep"))
             forward, backward = forward + f, backward + b
         if layer.is_moe:
-            waits, counting = dispatch_wait(self.config), self.clock.seconds(OpCost("pointwise", 0, 0, STATISTICS))
+            waits = dispatch_wait(self.config)
+            counting = self.clock.seconds(OpCost("pointwise", 0, 0, STATISTICS)) * self.statistics
             forward = forward + KernelTime(compute=waits + counting, launches=waits / self.clock.device.at("launch"))
         return forward, backward
 

@@ -116,7 +116,7 @@ class RunEstimator:
 
     @cached_property
     def timer(self) -> LayerTimer:
-        return LayerTimer(self.clock, self.config, self.trace)
+        return LayerTimer(self.clock, self.config, self.trace, self.sharing.trainer)
 
     @property
     def captured(self) -> bool:
@@ -227,7 +227,7 @@ class RunEstimator:
             self.hidden * self.sharing.compute,
             graph=c.step.graph and self.sharing.gpu,
             fails=self.why_called != "",
-            compiles=c.memory.compile,
+            compiles=c.memory.compile and self.sharing.trainer,
             at_once=self._at_once(),
             tied=self.weights.tied,
             least=(_LEAST_PIPELINE if pipeline else _LEAST) if self.sharing.gpu else 1,
@@ -373,10 +373,10 @@ class StepTimer:
         )
 
     def _around(self, layers: int) -> int:
-        """Launches in which the device is idle."""
-        if not self.run.captured:
-            return STEP_LAUNCHES
-        return GRAPH_STEP_LAUNCHES + (GRAPH_SHARDED + GRAPH_LAYER * layers) * self.run.sharing.sharded
+        """Launches in which the device is idle. A called step of an engine has those of a captured one too."""
+        sharing = self.run.sharing
+        captured = GRAPH_STEP_LAUNCHES + (GRAPH_SHARDED + GRAPH_LAYER * layers) * sharing.sharded
+        return captured if self.run.captured else max(STEP_LAUNCHES, captured * sharing.gathered)
 
     def _sharding(self) -> ShardingTime:
         return ShardingTime(self.run.clock.device, self.run.sharing, self.run.plan.microbatches)

@@ -85,6 +85,7 @@ class Sharing:
         gpu: there is a CUDA context, and the allocator rounds.
         fused: AdamW is one kernel; else its temporaries are as large as the shard.
         random: parameters are whole on the device for a moment, one by one: they are initialized there, not loaded.
+        trainer: `forebay train` runs the steps; else transformers' `Trainer`.
     """
 
     data: int = 1
@@ -102,6 +103,7 @@ class Sharing:
     gpu: bool = True
     fused: bool = True
     random: bool = True
+    trainer: bool = True
 
     @property
     def batch(self) -> int:

@@ -397,11 +397,13 @@ class ShardingTime:
             parameters: bytes of its own shards that are trained.
             fused: AdamW is one kernel, which reads parameter, gradient and two moments and writes all but the gradient;
                 else about 14 more reads and writes of a shard.
-            clips: gradients are clipped: read and written once more, or in half precision only written, by a fused update.
+            clips: gradients are clipped: read and written once more; in half precision `forebay train` only writes them, in
+                a fused update, or else multiplies them in a kernel that takes four times as long.
         """
         s = self.sharing
         share = _UPDATES[s.parameter] if fused else _FOREACH
-        clipping = clips * (1 if fused and s.parameter < 4 else 2)
+        half = s.trainer and s.parameter < 4
+        clipping = clips * ((1 if fused else 8) if half else 2)
         optimizer = self._clock.moved(parameters * ((7 if fused else 21) + 1 + clipping)) / share
         adding = self.microbatches * self._adding(ends)
         if not s.sharded:

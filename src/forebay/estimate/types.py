@@ -163,7 +163,7 @@ class OpCost:
         launches: kernels.
         padding: what is computed besides, because kernels compute whole tiles, as a multiple of `flops`: 1 for none.
         matrices: those of the bytes that are experts' matrices.
-        tiles: rows of tiles of an expert, each of which reads the whole matrix.
+        tiles: rows of tiles of an expert, each of which reads its matrix, from the cache where tiles run at once.
     """
 
     kind: str

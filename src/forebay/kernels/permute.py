@@ -153,9 +153,10 @@ def _gather_kernel(
 ):  # fmt: skip
     """out[BLOCK_R rows, BLOCK_H columns]."""
     n_live = tl.load(n_live_ptr)
-    first = tl.program_id(0).to(tl.int64) * BLOCK_R  # R * H passes 2**31 at 1M rows of 2048: row offsets are 64-bit
-    if first >= n_live:
-        return  # half of the programs with the capacity of two ranks
+    # R * H passes 2**31 at 1M rows of 2048: row offsets are 64-bit.
+    first = tl.program_id(0).to(tl.int64) * BLOCK_R
+    if first >= n_live:  # sentinels: with the capacity of two ranks half of all rows
+        return
     rows = first + tl.arange(0, BLOCK_R)
     cols = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)[None, :]
     live = rows < n_live
@@ -197,7 +198,7 @@ def gather_rows(x: Tensor, order: Tensor, offs: Tensor, slots_per_token: int, *,
     Args:
         x: [T, H]; a last dimension that is not contiguous is copied first.
         order: [R] int32 or int64, R <= T * slots_per_token.
-        offs: [E] int32 on x's device, E >= 1; rows from offs[-1] on are sentinels.
+        offs: [E] int32 on x's device, E >= 1, offs[-1] <= R; rows from offs[-1] on are sentinels.
 
     Raises:
         ValueError: shapes or devices that do not fit.
@@ -214,7 +215,9 @@ def gather_rows(x: Tensor, order: Tensor, offs: Tensor, slots_per_token: int, *,
     order = packed("order", order, x, [n_rows], INDICES)
     n_live = packed("offs[-1:]", offs[-1:], x, [1], INDICES)
     if not use_triton(backend, x):
-        return x[order.long() // slots_per_token]
+        # NaN, so that a reader of sentinels' rows shows on a CPU too.
+        live = torch.arange(n_rows, device=x.device) < n_live
+        return x[order.long() // slots_per_token].masked_fill_(~live.unsqueeze(1), torch.nan)
     x = x if x.stride(1) == 1 else x.contiguous()
     out = torch.empty((n_rows, width), dtype=x.dtype, device=x.device)
     if out.numel() == 0:

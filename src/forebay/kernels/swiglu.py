@@ -225,11 +225,10 @@ def _forward_kernel(
     alpha = tl.cast(alpha, tl.float32)
     limit = tl.cast(limit, tl.float32)
     n_live = tl.load(n_live_ptr)
-    first_row = (
-        tl.program_id(0).to(tl.int64) * BLOCK_R
-    )  # R * 2I passes 2**31 for 1M rows of 1536: row offsets are 64-bit
-    if first_row >= n_live:
-        return  # half of the programs with the capacity of two ranks
+    # R * 2I passes 2**31 for 1M rows of 1536: row offsets are 64-bit.
+    first_row = tl.program_id(0).to(tl.int64) * BLOCK_R
+    if first_row >= n_live:  # sentinels: with the capacity of two ranks half of all rows
+        return
     rows = first_row + tl.arange(0, BLOCK_R)
     cols = tl.program_id(1) * BLOCK_I + tl.arange(0, BLOCK_I)[None, :]
     live = rows < n_live
@@ -300,7 +299,6 @@ def _backward_kernel(
     if HAS_BIAS:
         expert += tl.load(row_expert_ptr + rows, mask=live, other=0)
     row_live = live[:, None]
-    # Page numbers are loaded together with the live count, not after it: h waits for both.
     row_at = rows[:, None] * SAVED_WORDS
     has_h = row_live
     if PAGED:
@@ -369,7 +367,7 @@ def swiglu_forward(
         h: [R, 2I], any strides.
         weights: [N] (or [T, K] with T*K = N) by slot, N >= R, any floating dtype.
         order: [R] int32 or int64, row -> slot, each slot at most once.
-        offs: [E] int32 on h's device, end row of each expert. Rows from offs[-1] on are sentinels and are not read.
+        offs: [E] int32 on h's device, end row of each expert. Rows from offs[-1] <= R on are sentinels and are not read.
         bias: [E, 2I] in h's dtype, in the column layout of h.
         row_expert: [R] int32 or int64, the expert of each live row; needed with `bias`.
         saved: where h's live rows are also written, without the bias. Pages for rows of h (their `live` is offs[-1]; rows without
@@ -390,7 +388,7 @@ def swiglu_forward(
         live = _live(h, offs)
         silu, _, up, _ = _reference_parts(h, glu, bias, row_expert, live)
         w = weights[order.long()].to(silu.dtype).unsqueeze(1)
-        return torch.where(live, silu * up * w, 0.0).to(h.dtype)
+        return torch.where(live, silu * up * w, torch.nan).to(h.dtype)  # so that a reader of sentinels shows
     act = torch.empty((rows, inner), dtype=h.dtype, device=h.device)
     if act.numel() == 0:
         return act
@@ -684,9 +682,9 @@ def _backward_reference(
     if dw is not None:
         dw[order.long()] = torch.where(live, da * silu * up, 0.0).sum(1)
     if act is not None:
-        act.copy_(torch.where(live, silu * up * w, 0.0))
+        act.copy_(torch.where(live, silu * up * w, torch.nan))
     if dh is not None:
         gate_out, up_out = _halves(dh, glu)
-        d_up = torch.where(live, w * da * silu * up_slope, 0.0)
-        gate_out.copy_(torch.where(live, w * da * up * slope, 0.0))
+        d_up = torch.where(live, w * da * silu * up_slope, torch.nan)
+        gate_out.copy_(torch.where(live, w * da * up * slope, torch.nan))
         up_out.copy_(d_up)

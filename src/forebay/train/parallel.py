@@ -255,8 +255,8 @@ def _norms(grads: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     return [norms[n] for n in range(len(grads))]
 
 
-def _is_half(gradient: torch.Tensor) -> bool:
-    return gradient.dtype.itemsize < 4
+def _is_half(tensor: torch.Tensor) -> bool:
+    return tensor.dtype.itemsize < 4
 
 
 def _is_cast_late(weight: nn.Parameter) -> bool:
@@ -293,7 +293,7 @@ class ShardedAdamW(torch.optim.AdamW):
                 del taken
 
     def update(self, factor: torch.Tensor | None) -> None:
-        """`step`, with gradients multiplied by `factor`, a float32 on their device; None is 1.
+        """`step`, with gradients multiplied by `factor`, on their device; None is 1.
 
         A fused update multiplies those in half precision itself: torch's product of them with a float32 takes four times as
         long as its bytes (12.9 of 52.6 ms a step for 3.1e9 weights in bf16 on an H200), and rounds.
@@ -314,10 +314,10 @@ class ShardedAdamW(torch.optim.AdamW):
         late = [n for n, (weight, grad) in enumerate(zip(weights, grads, strict=True)) if weight.dtype != grad.dtype]
         for n in late:
             grads[n] = grads[n].to(weights[n].dtype)
-        half = bool(grads) and _is_half(grads[0])  # as all of the group: see `_cast_in_parts`
+        half = bool(grads) and _is_half(grads[0])  # as all of the group that are not cast: see `_cast_in_parts`
         self.grad_scale = None
         if self._factor is not None and half and group["fused"]:
-            self.grad_scale = 1 / self._factor  # torch divides by it
+            self.grad_scale = (1 / self._factor).float()  # torch divides by it
         elif self._factor is not None and grads:
             torch._foreach_mul_(grads, self._factor)
         return complex_found

@@ -128,7 +128,7 @@ class Trainer:
             on_resize=self.cuda_graph.release if self.cuda_graph is not None else lambda: None,
         )
         self._freed_graph = False  # for an evaluation
-        self._is_compiled = not config.memory.compile or self.device.type != "cuda"
+        self._compiles_next = config.memory.compile and self.device.type == "cuda"
         self._health = HealthRecorder(mesh, self._router, config.log.health, self.cuda_graph is not None)
         if mesh.rank:
             seed_all(config.train.seed + mesh.rank)  # weights are the same on all processes, dropout is not
@@ -255,11 +255,12 @@ class Trainer:
                 "lower optimizer.lr or lengthen schedule.warmup, and go on from an earlier checkpoint with --resume"
             )
         seconds, peaks, reserved, health = self._measure(started, held, routing, lacks_room)
-        if not self._is_compiled:
+        if self._compiles_next:
             # Inductor tries its kernels on tensors and cache flushes of their own sizes. Between their segments later steps
-            # would need others, 1 to 8 % more than the same steps alone (run 22 of the tenth blind draw).
+            # would need others, 1 to 8 % more than the same steps alone (run 22 of the tenth blind draw). An evaluation of
+            # another shape compiles too, but needs less than a step.
             torch.cuda.empty_cache()
-            self._is_compiled = True
+            self._compiles_next = False
         return StepRecord(
             step=number,
             seconds=seconds,

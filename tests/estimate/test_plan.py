@@ -149,3 +149,11 @@ def test_a_step_that_is_called_has_no_fast_path(tmp_path: Path) -> None:
 def test_placements_that_are_not_counted_are_named(tmp_path: Path, path: str) -> None:
     notes = fit_of(config(tmp_path, memory={"policy": {path: "offload"}})).notes
     assert f"Placements of other modules than sublayers are counted as keep: {path!r}." in notes
+
+
+@pytest.mark.parametrize("recompute", ["light", "full", "save-dispatch"])
+def test_experts_that_are_recomputed_alone(tmp_path: Path, recompute: str) -> None:
+    """Planned as they run where they repeat their first product, else as their sublayer."""
+    memory = {"policy": {"*.mlp.experts": "recompute"}, "recompute": recompute}
+    said = [note for note in fit_of(config(tmp_path, memory=memory)).notes if "whole sublayer" in note]
+    assert len(said) == (recompute != "light") and all(repr(recompute) in note for note in said)

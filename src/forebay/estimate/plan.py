@@ -437,7 +437,7 @@ def _estimator(
     if auto is None:
         claims = _claims(c, facts)
         _refuse_stash(claims, c, sharing, facts, traces.model(c.model, declared))
-        placements, recompute_experts = _placements(claims, facts.sublayers, notes)
+        placements, recompute_experts = _placements(claims, facts.sublayers, config.memory.recompute, notes)
     shape = shape_of(c, declared, sharing, skew)
     actions = None
     if p.pp > 1:
@@ -509,11 +509,14 @@ def _moe_sublayers(facts: ModelFacts) -> list[str]:
     return [path for path in facts.sublayers if f"{path}.experts" in facts.paths]
 
 
-def _placements(claims: Sequence[Claim], sublayers: Sequence[str], notes: list[str]) -> tuple[dict[str, str], set[int]]:
+def _placements(
+    claims: Sequence[Claim], sublayers: Sequence[str], recompute: str, notes: list[str]
+) -> tuple[dict[str, str], set[int]]:
     """The placement of every sublayer that is not kept, and the layers with an offloaded MoE sublayer whose experts are
-    recomputed."""
+    recomputed. `recompute`: of `[memory]`."""
     found: dict[str, str] = {}
     uncounted: list[str] = []
+    widened = False
     recompute_experts: set[int] = set()
     for claim in claims:
         inside = [h for h in sublayers if h == claim.path or is_inside(h, [claim.path])]
@@ -524,8 +527,14 @@ def _placements(claims: Sequence[Claim], sublayers: Sequence[str], notes: list[s
             recompute_experts.add(sublayers.index(moe_path) // 2)
         elif claim.placement in ("recompute", "stash") and moe_path in sublayers:
             found[moe_path] = claim.placement
+            widened |= claim.placement == "recompute" and recompute != "light"
         elif claim.placement != "keep":
             uncounted.append(claim.path)
+    if widened:
+        notes.append(
+            f"memory.recompute = {recompute!r}: experts are counted as if their whole sublayer were recomputed, so this plan is "
+            "too low by what the sublayer saves besides; with 'light' they are counted as they run."
+        )
     notes += _placement_notes(uncounted, recompute_experts)
     return found, recompute_experts
 

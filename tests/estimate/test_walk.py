@@ -256,9 +256,9 @@ def test_the_cache_is_emptied_after_the_step_that_compiles(monkeypatch: pytest.M
 
     monkeypatch.setattr(CachingAllocator, "empty_cache", empty_cache)
     sublayers = [part(0, "l.0.self_attn", 32 * MIB, 64 * MIB), part(0, "l.0.mlp", 48 * MIB, 96 * MIB)]
-    for compiles in (False, True):
+    for empties in (False, True):
         assert not left
-        walk(rank(sublayers, compiles=compiles), steps=3)
+        walk(rank(sublayers, empties=empties), steps=3)
     assert left == [WORKSPACE]
 
 

@@ -227,7 +227,7 @@ class RunEstimator:
             self.hidden * self.sharing.compute,
             graph=c.step.graph and self.sharing.gpu,
             fails=self.why_called != "",
-            compiles=c.memory.compile and self.sharing.trainer,
+            empties=c.memory.compile and self.sharing.trainer and (c.step.graph or not self.engine),
             at_once=self._at_once(),
             tied=self.weights.tied,
             least=(_LEAST_PIPELINE if pipeline else _LEAST) if self.sharing.gpu else 1,

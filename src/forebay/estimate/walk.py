@@ -63,7 +63,7 @@ class RankRun:
         hidden: bytes of a microbatch's hidden states.
         graph: steps are to be captured in a CUDA graph.
         fails: the capture fails: all steps are called.
-        compiles: the first step compiles, after which the trainer empties the cache.
+        empties: the first step compiles, after which the trainer empties the cache.
         at_once: the engine adds the embedding's gradients as they are made.
         tied: embedding and head are one parameter.
         least: bytes below which nothing is offloaded.
@@ -78,7 +78,7 @@ class RankRun:
     hidden: int
     graph: bool = False
     fails: bool = False
-    compiles: bool = False
+    empties: bool = False
     at_once: bool = False
     tied: bool = False
     least: int = 1 << 20
@@ -202,7 +202,7 @@ class AllocatorRun:
             self._weights.optimize(self.params.is_late)
             self.note("", "optimizer")
             self.params.zero_grad()
-            if self._run.compiles and n == 0:
+            if self._run.empties and n == 0:
                 self.allocator.empty_cache()
         if captured and isinstance(self.params, UnshardedLifecycle):
             self.allocator.begin_graph()

@@ -215,9 +215,8 @@ def gather_rows(x: Tensor, order: Tensor, offs: Tensor, slots_per_token: int, *,
     order = packed("order", order, x, [n_rows], INDICES)
     n_live = packed("offs[-1:]", offs[-1:], x, [1], INDICES)
     if not use_triton(backend, x):
-        # NaN, so that a reader of sentinels' rows shows on a CPU too.
         live = torch.arange(n_rows, device=x.device) < n_live
-        return x[order.long() // slots_per_token].masked_fill_(~live.unsqueeze(1), torch.nan)
+        return x[order.long() // slots_per_token].masked_fill_(~live.unsqueeze(1), 0.0)
     x = x if x.stride(1) == 1 else x.contiguous()
     out = torch.empty((n_rows, width), dtype=x.dtype, device=x.device)
     if out.numel() == 0:

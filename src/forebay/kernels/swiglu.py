@@ -388,7 +388,7 @@ def swiglu_forward(
         live = _live(h, offs)
         silu, _, up, _ = _reference_parts(h, glu, bias, row_expert, live)
         w = weights[order.long()].to(silu.dtype).unsqueeze(1)
-        return torch.where(live, silu * up * w, torch.nan).to(h.dtype)  # so that a reader of sentinels shows
+        return torch.where(live, silu * up * w, 0.0).to(h.dtype)
     act = torch.empty((rows, inner), dtype=h.dtype, device=h.device)
     if act.numel() == 0:
         return act
@@ -682,9 +682,9 @@ def _backward_reference(
     if dw is not None:
         dw[order.long()] = torch.where(live, da * silu * up, 0.0).sum(1)
     if act is not None:
-        act.copy_(torch.where(live, silu * up * w, torch.nan))
+        act.copy_(torch.where(live, silu * up * w, 0.0))
     if dh is not None:
         gate_out, up_out = _halves(dh, glu)
-        d_up = torch.where(live, w * da * silu * up_slope, torch.nan)
-        gate_out.copy_(torch.where(live, w * da * up * slope, torch.nan))
+        d_up = torch.where(live, w * da * silu * up_slope, 0.0)
+        gate_out.copy_(torch.where(live, w * da * up * slope, 0.0))
         up_out.copy_(d_up)

@@ -122,7 +122,7 @@ def test_plan(run: Run, plan: Plan, config: str, tmp_path: Path, monkeypatch: py
     code, out, error = run("plan", config, "--pp", "2", *large)
     assert code == 0 and not error
     assert "dualpipev, 8 microbatches of 16 tokens" in out
-    assert "embedding + 0" in out and "11 + head" in out
+    assert "embedding + 0 │" in out and "11 + head" in out
     found = plan(*large, "--set=parallel.pp=2")
     assert found["schedule"] == "dualpipev" and found["microbatches"] == 8
     ranks = found["ranks"]

@@ -126,7 +126,7 @@ def test_a_hundred_regions_take_a_second(share: float) -> None:
     budget = int(simulate(timeline, Assignment()).peak_bytes * share)
     begun = time.process_time()
     plan = under_budget(timeline, paths, budget, paths)
-    assert time.process_time() - begun < 6.0  # 0.8 s where it was written, 2.2 on a slow machine
+    assert time.process_time() - begun < 2.0  # 0.8 s where it was written
     assert plan.peak_bytes <= budget
     rivals = [
         simulate(timeline, _prefix(timeline, again, gone)) for again in range(0, 51, 5) for gone in range(0, 101, 10)

@@ -72,9 +72,7 @@ class Sizes:
 
 def seconds(run: Callable[[], Any], device: torch.device) -> float:
     """Median seconds of one `run()`, by the device's own events on CUDA."""
-    for _ in range(_WARM):
-        run()
-    inner = max(1, min(200, int(_LONG_ENOUGH / max(_once(run, device, 1), 1e-7))))
+    inner = _long_enough(run, device)
     return statistics.median(_once(run, device, inner) for _ in range(_TIMES))
 
 
@@ -83,7 +81,7 @@ def seconds_in_a_step(run: Callable[[], Any], device: torch.device) -> float:
     products that take the GPU to its power limit. An H200 multiplies 10 % slower there than after a pause."""
     if device.type != "cuda":
         return seconds(run, device)
-    inner = max(1, min(200, int(_LONG_ENOUGH / max(seconds(run, device), 1e-7))))
+    inner = _long_enough(run, device)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(inner):
@@ -95,6 +93,13 @@ def seconds_in_a_step(run: Callable[[], Any], device: torch.device) -> float:
             hot @ hot
 
     return statistics.median(_once(graph.replay, device, 1, heat) for _ in range(_TIMES)) / inner
+
+
+def _long_enough(run: Callable[[], Any], device: torch.device) -> int:
+    """Warm up; how many times to `run()` between two events."""
+    for _ in range(_WARM):
+        run()
+    return max(1, min(200, int(_LONG_ENOUGH / max(_once(run, device, 1), 1e-7))))
 
 
 def _once(run: Callable[[], Any], device: torch.device, times: int, before: Callable[[], Any] = lambda: None) -> float:

@@ -209,10 +209,8 @@ def _attention(func: Any, args: Any, kwargs: Any, out: Any) -> list[OpCost]:
     cost = OpCost("attention_backward" if backward else "attention", flops, moved, padding=padding)
     if not backward:
         return [cost]
-    return [
-        cost,
-        OpCost("pointwise", 0, around_attention(query, named["key"], value), 0),
-    ]  # the host calls one operation
+    # Without launches: the host calls one operation.
+    return [cost, OpCost("pointwise", 0, around_attention(query, named["key"], value), 0)]
 
 
 def around_attention(query: Tensor, key: Tensor, value: Tensor) -> int:
@@ -279,8 +277,9 @@ def _is_unvectorized(base: str, args: Any, sources: list[Tensor], results: list[
 def _takes_twice(base: str, sources: list[Tensor], results: list[Tensor]) -> bool:
     """Whether an uncompiled kernel takes twice as long as its bytes: torch's softmax, and its conversion to a wider dtype, which
     is not vectorized (bf16 to fp32 at 2.0 TB/s on an H200, fp32 to bf16 at 4.0)."""
-    wider = results and sources and results[0].element_size() > sources[-1].element_size()
-    return base == "_softmax" or (base in ("_to_copy", "copy", "copy_") and bool(wider))
+    if base not in ("_to_copy", "copy", "copy_"):
+        return base == "_softmax"
+    return results[0].element_size() > sources[-1].element_size()
 
 
 def _has_gaps(tensor: Tensor) -> bool:

@@ -516,7 +516,7 @@ def _placements(
     recomputed. `recompute`: of `[memory]`."""
     found: dict[str, str] = {}
     uncounted: list[str] = []
-    widened = False
+    widened = False  # experts to the sublayer that they are in
     recompute_experts: set[int] = set()
     for claim in claims:
         inside = [h for h in sublayers if h == claim.path or is_inside(h, [claim.path])]
@@ -527,20 +527,21 @@ def _placements(
             recompute_experts.add(sublayers.index(moe_path) // 2)
         elif claim.placement in ("recompute", "stash") and moe_path in sublayers:
             found[moe_path] = claim.placement
-            widened |= claim.placement == "recompute" and recompute != "light"
+            widened |= claim.placement == "recompute"
         elif claim.placement != "keep":
             uncounted.append(claim.path)
-    if widened:
-        notes.append(
-            f"memory.recompute = {recompute!r}: experts are counted as if their whole sublayer were recomputed, so this plan is "
-            "too low by what the sublayer saves besides; with 'light' they are counted as they run."
-        )
-    notes += _placement_notes(uncounted, recompute_experts)
+    notes += _placement_notes(uncounted, recompute_experts, recompute if widened else "light")
     return found, recompute_experts
 
 
-def _placement_notes(uncounted: Sequence[str], recompute_experts: Iterable[int]) -> list[str]:
+def _placement_notes(uncounted: Sequence[str], recompute_experts: Iterable[int], widened: str) -> list[str]:
+    """`widened`: how experts whose placement is counted as their sublayer's are recomputed."""
     notes = []
+    if widened != "light":
+        notes.append(
+            f"memory.recompute = {widened!r}: experts are counted as if their whole sublayer were recomputed, so this plan is "
+            "too low by what the sublayer saves besides; with 'light' they are counted as they run."
+        )
     if uncounted:
         more = " and others" * (len(uncounted) > 1)
         notes.append(f"Placements of other modules than sublayers are counted as keep: {uncounted[0]!r}{more}.")

@@ -227,7 +227,7 @@ class RunEstimator:
             self.hidden * self.sharing.compute,
             graph=c.step.graph and self.sharing.gpu,
             fails=self.why_called != "",
-            empties=c.memory.compile and self.sharing.trainer and (c.step.graph or not self.engine),
+            empties=c.empties_cache and self.sharing.trainer,
             at_once=self._at_once(),
             tied=self.weights.tied,
             least=(_LEAST_PIPELINE if pipeline else _LEAST) if self.sharing.gpu else 1,
@@ -368,8 +368,7 @@ class StepTimer:
             tokens=config.train.batch * config.train.sequence,
             measured=bool(device.measured()),
             launch=launch,
-            around=self._around(max(sum(len(s.layers) for s in mine.values()) for mine in stages))
-            * device.at("launch"),
+            around=self._around(max(len(layers_and_ends(mine)[0]) for mine in stages)) * device.at("launch"),
         )
 
     def _around(self, layers: int) -> int:

@@ -128,10 +128,7 @@ class Trainer:
             on_resize=self.cuda_graph.release if self.cuda_graph is not None else lambda: None,
         )
         self._freed_graph = False  # for an evaluation
-        # Called steps of an engine reserve less with the segments of the first one: 99 instead of 106 GiB for DeepSeek-V3 on
-        # 1024 GPUs, everything recomputed, on paper.
-        is_called = self.engine is not None and not config.step.graph
-        self._empties_cache = config.memory.compile and not is_called and self.device.type == "cuda"
+        self._empties_cache = config.empties_cache and self.device.type == "cuda"
         self._health = HealthRecorder(mesh, self._router, config.log.health, self.cuda_graph is not None)
         if mesh.rank:
             seed_all(config.train.seed + mesh.rank)  # weights are the same on all processes, dropout is not
@@ -259,9 +256,7 @@ class Trainer:
             )
         seconds, peaks, reserved, health = self._measure(started, held, routing, lacks_room)
         if self._empties_cache:
-            # Inductor tries its kernels on tensors and cache flushes of their own sizes. Between their segments later steps
-            # would need others, 1 to 8 % more than the same steps alone (run 22 of the tenth blind draw). An evaluation of
-            # another shape compiles too, but needs less than a step.
+            # Once: an evaluation of another shape compiles too, but needs less than a step.
             torch.cuda.empty_cache()
             self._empties_cache = False
         return StepRecord(

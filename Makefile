@@ -10,7 +10,8 @@ READY_INTEGRATIONS := $(VENV)/.ready-integrations
 HAS_GPU := $(shell nvidia-smi -L >/dev/null 2>&1 && echo yes)
 # With a GPU, pip chooses the releases; without, CI's pinned ones.
 CONSTRAINTS := $(if $(HAS_GPU),,--constraint constraints-cpu.txt)
-WORKERS ?= 2
+# One more than the cores of a small machine: many tests wait for processes, or for a time to pass.
+WORKERS ?= 3
 NEWEST := $(VENV)/newest
 # What `make test-newest` installs, in any pip syntax. CI names the newest release that is supported.
 RELEASES ?= transformers peft trl accelerate
@@ -22,6 +23,9 @@ ENGINE_PACKAGES := 'ray[default,train]' skypilot
 TRAINJOB_CRD ?= build/trainjobs.yaml
 SMOKE := runs/smoke
 # Python compiles what is imported, which is a small part of what is installed: for pip to compile all takes as long as the rest.
+# What is imported is kept, though, whatever the environment says: else each of the many processes of the tests compiles torch and
+# transformers from their sources, which takes ten seconds.
+export PYTHONDONTWRITEBYTECODE :=
 PIP_INSTALL := install --quiet --disable-pip-version-check --no-compile
 INSTALL := $(BIN)/python -m pip $(PIP_INSTALL) $(CONSTRAINTS) --editable
 # worksteal: the files differ in length by a factor of a hundred, and a worker that is done takes tests from the other.

@@ -2,7 +2,7 @@
 
     python benchmarks/planner_blind.py draw --seed N    draws and plans: results/planner_blind_N.json. Commit it, then
     python benchmarks/planner_blind.py run FILE         runs what has not run: results/planner_blind_N_measured.jsonl
-    python benchmarks/planner_blind.py show FILE        errors of the plans, by kind, and plans that would not have fit
+    python benchmarks/planner_blind.py show FILE ...    errors of the plans, by kind, and plans that would not have fit
 
 `draw` needs no GPU and looks at no measurement. A draw is repeated only if the configuration is refused, or if its plan
 is outside of `Limits`: too large for the GPU or the host, too small to tell, or too long. A third of the draws run on
@@ -413,12 +413,19 @@ def entries_of(runs: Sequence[dict[str, Any]]) -> dict[str, Entry]:
 
 def kind_of(entry: Entry) -> str:
     """Errors are averaged over it. `entry`: as planned."""
-    memory, parallel = entry.sections["memory"], entry.sections["parallel"]
+    is_captured = bool(entry.sections["memory"].get("graph"))
+    if entry.gpus == 1:
+        return "1 GPU, graph" if is_captured else band_of(entry)
+    parallel = entry.sections["parallel"]
+    mesh = "PP" if "pp" in parallel else "EP" if "ep" in parallel else "FSDP2"
+    return f"2 GPUs, {mesh}" + ", graph" * is_captured
+
+
+def band_of(entry: Entry) -> str:
+    """The kinds of runs for which the estimator has bands of error: see `forebay.estimate.fit.planning_error`."""
     if entry.gpus > 1:
-        mesh = "PP" if "pp" in parallel else "EP" if "ep" in parallel else "FSDP2"
-        return f"2 GPUs, {mesh}" + ", graph" * bool(memory.get("graph"))
-    if memory.get("graph"):
-        return "1 GPU, graph"
+        return "several GPUs"
+    memory = entry.sections["memory"]
     policy = memory["policy"]
     if {"offload", "auto"} & ({policy} if isinstance(policy, str) else set(policy.values())):
         return "1 GPU, offload or auto"
@@ -490,31 +497,36 @@ def measured_of(file: Path) -> Path:
     return here if here.exists() else file.with_name(name)
 
 
-def show(file: Path, device: str | None) -> None:
+def show(files: Sequence[Path], device: str | None) -> None:
     """`device`: a profile for which step times are planned again, such as that of the host of the runs."""
-    given, rows = json.loads(file.read_text()), read(measured_of(file))
-    entries, plans = entries_of(given["runs"]), {run["name"]: run["planned"] for run in given["runs"]}
-    lines = []
-    for row in filter(on_gpus, rows):
-        entry, plan = entries[row["name"]], plans[row["name"]]
-        if device is not None:
-            plan = {**plan, "seconds": planned(entry, entry.skew, device=device)["seconds"]}
-        line = compared(entry, row, plan, entry.skew)
-        entry = as_planned(entry, plan)
-        lines.append({**line, "kind": kind_of(entry), "number": row["name"][:2], "words": words_of(entry)})
+    lines, notes = [], []
+    for file in files:
+        given, rows = json.loads(file.read_text()), read(measured_of(file))
+        entries, plans = entries_of(given["runs"]), {run["name"]: run["planned"] for run in given["runs"]}
+        draw_of = f"{given['seed']}/" if len(files) > 1 else ""
+        for row in filter(on_gpus, rows):
+            entry, plan = entries[row["name"]], plans[row["name"]]
+            if device is not None:
+                plan = {**plan, "seconds": planned(entry, entry.skew, device=device)["seconds"]}
+            line = compared(entry, row, plan, entry.skew)
+            entry = as_planned(entry, plan)
+            kinds = {"kind": kind_of(entry), "band": band_of(entry)}
+            lines.append({**line, **kinds, "number": draw_of + row["name"][:2], "words": words_of(entry)})
+        notes += [f"said to fit, and does not: {wrong}" for wrong in misfits(entries, plans, rows)]
+        notes += [f"ran otherwise than planned: {wrong}" for wrong in otherwise(plans, rows)]
+        notes += [
+            f"not measured: {row['name']}: {row.get('error', 'it ran on a CPU')}" for row in rows if not on_gpus(row)
+        ]
+        if missing := sorted(entries.keys() - {row["name"] for row in rows}):
+            notes.append(f"not run: {', '.join(missing)}")
     shown = ("number", "words", *(f"{what} {how}" for what in _SHOWN for how in ("planned", "measured", "%")))
     print(markdown([{name: line[name] for name in shown} for line in lines]), end="\n\n")
     if lines:
         print(markdown(summary(lines, "kind")), end="\n\n")
-    for wrong in misfits(entries, plans, rows):
-        print(f"said to fit, and does not: {wrong}")
-    for wrong in otherwise(plans, rows):
-        print(f"ran otherwise than planned: {wrong}")
-    for row in rows:
-        if not on_gpus(row):
-            print(f"not measured: {row['name']}: {row.get('error', 'it ran on a CPU')}")
-    if missing := sorted(entries.keys() - {row["name"] for row in rows}):
-        print(f"not run: {', '.join(missing)}")
+        print(markdown(summary(lines, "band")), end="\n\n")
+        near = sum(abs(line["reserved %"]) <= 3 for line in lines)
+        print(f"{near} of {len(lines)} are within 3 % of what they reserved")
+    print("\n".join(notes))
 
 
 _SHOWN = ("reserved", "allocated", "step s")
@@ -570,8 +582,8 @@ def main() -> None:
     running.add_argument("--deadline", type=float, default=540, help="seconds after which no run begins")
     showing = commands.add_parser("show")
     showing.add_argument("--device", help="a profile for which step times are planned again")
-    for command in (running, showing):
-        command.add_argument("file", type=Path)
+    running.add_argument("file", type=Path)
+    showing.add_argument("files", type=Path, nargs="+", metavar="file")
     options = parser.parse_args()
     match options.command:
         case "draw":
@@ -589,7 +601,7 @@ def main() -> None:
         case "run":
             run(options.file, options.jobs, options.seconds, options.deadline)
         case "show":
-            show(options.file, options.device)
+            show(options.files, options.device)
 
 
 if __name__ == "__main__":

@@ -62,10 +62,13 @@ def test_the_same_seed_draws_the_same_plans_and_their_errors_are_shown(blind, mo
     assert [line.split(": ")[1].split()[0] for line in wrong] == [names[1], names[1], names[2]]
     assert f"{least_budget(first['runs'][1]['planned']['reserved'], OFFLOAD_ERROR) / (1 << 30):.3f}" in wrong[0]
     assert "out of memory" in wrong[2]
+    assert f"not measured: {names[2]}: CUDA out of memory" in out and "1 of 2 are within 3 %" in out
+    command(blind, monkeypatch, "show", str(file), str(file))
+    out = capsys.readouterr().out
+    assert out.count("| 7/00 |") == out.count("| 7/01 |") == 2 and "2 of 4 are within 3 %" in out
 
     command(blind, monkeypatch, "draw", "--seed", "7", "--count", "3", "--tiny", "--gpus", "1")
     assert [run["gpus"] for run in json.loads(file.read_text())["runs"]] == [1, 1, 1]
-    assert f"not measured: {names[2]}: CUDA out of memory" in out
 
 
 def test_usual_draws_leave_the_fast_path_to_plan_and_run(blind):

@@ -212,9 +212,9 @@ def test_the_peak_is_that_of_a_real_step(
     monkeypatch: pytest.MonkeyPatch, placement: str, mode: str, microbatches: int
 ) -> None:
     """Forwards and backwards of a managed model on a CPU, every storage watched; and the same on allocator, laid by its parts.
-    cuBLAS's workspaces, larger than all of this model, are made small. 0.15 of the 7 MB in a backward are not planned."""
+    cuBLAS's workspaces, larger than all of this model, are made small. Of 4 to 15 MB 0.01 and 0.07 are not planned."""
     monkeypatch.setattr("forebay.estimate.walk.WORKSPACE", 512)
-    sequence = 2048
+    sequence = 1024
     model = built("cpu")
     ids = torch.randint(0, 256, (1, sequence))
     recorder = OpRecorder(512)
@@ -241,7 +241,7 @@ def test_the_peak_is_that_of_a_real_step(
     run = AllocatorRun(RankRun(groups, ALONE, {0: parts}, actions, 0, 0))
     before = run.allocator.allocated
     run.gradients()
-    assert run.peak.allocated - before == pytest.approx(peak_of(recorder.log), rel=0.025)
+    assert run.peak.allocated - before == pytest.approx(peak_of(recorder.log), rel=0.01)
 
 
 def test_the_cache_is_emptied_after_the_step_that_compiles(monkeypatch: pytest.MonkeyPatch) -> None:

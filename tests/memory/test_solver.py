@@ -8,10 +8,10 @@ within a budget is what the solver has to reach, to 2 %.
 from __future__ import annotations
 
 import random
-import time
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ from forebay.memory.solver import (
     plan_interleaved,
     under_budget,
 )
-from forebay.memory.timeline import Assignment, CallFigures, Plan, Timeline, TimelineEvent, simulate
+from forebay.memory.timeline import Assignment, CallFigures, Plan, Timeline, TimelineEvent, TurnSchedule, simulate
 from forebay.policy import BudgetError
 from tests.memory.timelines import paths_of, pipeline, placements, random_timeline
 from tests.models.conftest import VOCABULARY, build_tiny
@@ -118,15 +118,17 @@ def layers(count: int, noise: float = 0.03) -> Timeline:
 
 
 @pytest.mark.parametrize("share", [0.9, 0.5, 0.2])
-def test_a_hundred_regions_take_a_second(share: float) -> None:
-    """Of this process's time: others may have the machine. No slower than any count of regions recomputed, the cheapest first,
-    with any part of the rest offloaded, the longest wait first."""
+def test_a_hundred_regions_take_few_simulations(share: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the plan is no slower than any count of regions recomputed, the cheapest first, with any part of the rest offloaded,
+    the longest wait first."""
     timeline = layers(50)
     paths = paths_of(timeline)
     budget = int(simulate(timeline, Assignment()).peak_bytes * share)
-    begun = time.process_time()
-    plan = under_budget(timeline, paths, budget, paths)
-    assert time.process_time() - begun < 2.0  # 0.8 s where it was written
+    with monkeypatch.context() as patch:
+        schedule = Mock(wraps=TurnSchedule)
+        patch.setattr(solver, "TurnSchedule", schedule)
+        plan = under_budget(timeline, paths, budget, paths)
+    assert schedule.call_count < 1500  # about a second in all; 1261 to 1278 where this was written
     assert plan.peak_bytes <= budget
     rivals = [
         simulate(timeline, _prefix(timeline, again, gone)) for again in range(0, 51, 5) for gone in range(0, 101, 10)
@@ -155,7 +157,7 @@ def test_the_lowest_peak_is_that_of_all_placements() -> None:
 
 
 @given(st.integers(0, 10**6), st.integers(1, 14), st.lists(st.floats(0, 1.1), min_size=2, max_size=6), st.booleans())
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_a_larger_budget_never_makes_a_longer_step(seed: int, regions: int, shares: list[float], timed: bool) -> None:
     """Any budget from the lowest peak on can be met, whatever was asked before, and no plan is slower than keeping, recomputing
     or offloading everything, or recomputing what is light."""

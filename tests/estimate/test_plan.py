@@ -12,6 +12,7 @@ from forebay.errors import UsageError
 from forebay.estimate.device import load
 from forebay.estimate.layers import plan_layers
 from forebay.estimate.plan import Fit, fit_run, unplaced
+from forebay.policy import PolicyError
 from forebay.train.trainer import Trainer
 from tests.train.common import DENSE, MODEL, config, write_text
 
@@ -41,6 +42,18 @@ def test_plans_refuse_a_stash_that_runs_refuse(
             refuses(settings)
         reasons.append(str(caught.value).split(": ", 1)[1])
     assert reasons[0] == reasons[1]
+
+
+@pytest.mark.parametrize("path", ["model.layers.0.mlp.experts", "model.layers.0.self_attn.q_proj"])
+def test_plans_refuse_placements_inside_compiled_code_as_runs_do(tmp_path: Path, path: str) -> None:
+    memory = {"policy": {path: "recompute"}, "compile": True, "recompute": "full"}
+    settings = config(write_text(tmp_path, 500), MODEL, memory=memory)
+    reasons = []
+    for refuses in (Trainer, fit_of):
+        with pytest.raises((UsageError, PolicyError), match="only modules inside compiled regions") as caught:
+            refuses(settings)
+        reasons.append(str(caught.value))
+    assert reasons[0] == f"[memory] and [model]: {reasons[1]}"
 
 
 @pytest.mark.parametrize(
@@ -153,7 +166,11 @@ def test_placements_that_are_not_counted_are_named(tmp_path: Path, path: str) ->
 
 @pytest.mark.parametrize("recompute", ["light", "full", "save-dispatch"])
 def test_experts_that_are_recomputed_alone(tmp_path: Path, recompute: str) -> None:
-    """Planned as they run where they repeat their first product, else as their sublayer."""
-    memory = {"policy": {"*.mlp.experts": "recompute"}, "recompute": recompute}
-    said = [note for note in fit_of(config(tmp_path, memory=memory)).notes if "whole sublayer" in note]
-    assert len(said) == (recompute != "light") and all(repr(recompute) in note for note in said)
+    """As they run: they repeat their first product, or all of their own. A sublayer that is recomputed saves less than that."""
+    fits = [
+        fit_of(config(tmp_path, memory={"policy": policy, "recompute": recompute}))
+        for policy in ("keep", {"*.mlp.experts": "recompute"}, {"*.mlp": "recompute"})
+    ]
+    kept, experts, sublayers = (fit.fullest.total for fit in fits)
+    assert kept > experts >= sublayers and (experts > sublayers) == (recompute != "light")
+    assert any("run again in backward; the rest" in note for note in fits[1].notes) == (recompute != "light")

@@ -257,6 +257,12 @@ def test_rows_of_a_planned_dispatcher_are_those_of_random_routing(ranks: int) ->
         PlannedDispatcher(ranks, EvenRouting(experts, slots), tokens, skew=0.5)
 
 
+def test_transformers_experts_are_traced_in_bfloat16_only() -> None:
+    with pytest.raises(ValueError, match=r"in bfloat16 only, not in float32; valid are model\.compute = 'bfloat16'"):
+        traced("qwen3_moe", torch.float32, experts="transformers")
+    assert traced("qwen3_moe", experts="transformers").layers[0].mlp.saved
+
+
 def test_layers_that_are_not_known_are_refused() -> None:
     from transformers import AutoModelForCausalLM, CohereConfig
 

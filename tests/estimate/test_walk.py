@@ -206,7 +206,9 @@ def built(device: str) -> nn.Module:
         ).train()
 
 
-@pytest.mark.parametrize(("placement", "mode"), [("keep", "light"), ("recompute", "light"), ("recompute", "full")])
+@pytest.mark.parametrize(
+    ("placement", "mode"), [("keep", "light"), ("recompute", "light"), ("recompute", "full"), ("experts", "full")]
+)
 @pytest.mark.parametrize("microbatches", [1, 2])
 def test_the_peak_is_that_of_a_real_step(
     monkeypatch: pytest.MonkeyPatch, placement: str, mode: str, microbatches: int
@@ -220,7 +222,8 @@ def test_the_peak_is_that_of_a_real_step(
     recorder = OpRecorder(512)
     for tensor in (*model.parameters(), *model.buffers()):
         recorder.ignore(tensor)
-    with manage(model, policy=placement, recompute=mode):
+    experts = placement == "experts"  # alone
+    with manage(model, policy={"*.mlp.experts": "recompute"} if experts else placement, recompute=mode):
 
         def step() -> None:
             for _ in range(microbatches):
@@ -232,9 +235,13 @@ def test_the_peak_is_that_of_a_real_step(
             step()
     meta = built("meta")
     weights, prefix = weight_shapes(meta), f"{base_path(meta)}.layers"
-    trace = trace_model(meta, Shape(sequence, 1, block=512, gpu=False))
+    trace = trace_model(meta, Shape(sequence, 1, block=512, gpu=False, checkpointed_experts=experts))
     stage = StageLayers(tuple(range(4)), True, True)
-    placements = {f"{prefix}.{n}.{sublayer}": placement for n in range(4) for sublayer in ("self_attn", "mlp")}
+    placements = {
+        f"{prefix}.{n}.{sublayer}": "keep" if experts else placement
+        for n in range(4)
+        for sublayer in ("self_attn", "mlp")
+    }
     parts = placed_parts(trace, stage, placements, prefix=prefix, recompute=mode)
     groups = param_groups(weights, range(4), True, True, ALONE)
     actions = local_plan(microbatches, False).actions[0]

@@ -433,12 +433,16 @@ def _estimator(
     facts = traces.facts(c.model, declared)
     called = why_called(c, sharing.gpu, experts)
     notes = _model_notes(c, facts.attention, experts)
-    placements, recompute_experts = dict[str, str](), set[int]()
+    placements, light, whole = dict[str, str](), set[int](), set[int]()
     if auto is None:
         claims = _claims(c, facts)
         _refuse_stash(claims, c, sharing, facts, traces.model(c.model, declared))
-        placements, recompute_experts = _placements(claims, facts.sublayers, config.memory.recompute, notes)
+        mode = c.memory.recompute if c.model.experts == "forebay" else "full"
+        placements, light, whole = _placements(claims, facts.sublayers, mode, notes)
     shape = shape_of(c, declared, sharing, skew)
+    trace = traces.trace(c.model, declared, shape).recompute_experts(light)
+    if whole:
+        trace = trace.with_mlps_of(traces.trace(c.model, declared, replace(shape, checkpointed_experts=True)), whole)
     actions = None
     if p.pp > 1:
         # Chosen placements may offload nothing: then weight gradients wait as the schedule says.
@@ -449,7 +453,7 @@ def _estimator(
         plan,
         facts.weights,
         facts.prefix,
-        traces.trace(c.model, declared, shape).recompute_experts(recompute_experts),
+        trace,
         sharing,
         placements,
         hidden=shape.sequence * shape.microbatch * text.hidden_size,
@@ -486,7 +490,9 @@ def _claims(config: Config, facts: ModelFacts) -> list[Claim]:
     if isinstance(policy, str):
         placed = _moe_sublayers(facts) if policy == "stash" else []
         return [Claim(path, policy, policy) for path in placed or sublayers]
-    claims = resolve(policy, paths, experts=_light_experts(config, paths), everything=sublayers)
+    sealed = _sealed(config, facts)
+    here = [path for path in paths if path not in sealed]
+    claims = resolve(policy, here, sealed, _light_experts(config, paths), sublayers)
     if config.has_engine:
         try:
             refuse_containers({claim.path: claim.placement for claim in claims}, sublayers)
@@ -511,51 +517,68 @@ def _moe_sublayers(facts: ModelFacts) -> list[str]:
 
 def _placements(
     claims: Sequence[Claim], sublayers: Sequence[str], recompute: str, notes: list[str]
-) -> tuple[dict[str, str], set[int]]:
-    """The placement of every sublayer that is not kept, and the layers with an offloaded MoE sublayer whose experts are
-    recomputed. `recompute`: of `[memory]`."""
+) -> tuple[dict[str, str], set[int], set[int]]:
+    """The placement of every sublayer that is not kept, the layers with an offloaded MoE sublayer whose experts recompute their
+    first product, and the layers in which experts alone run again as a whole. `recompute`: "light" where that is possible."""
     found: dict[str, str] = {}
     uncounted: list[str] = []
-    widened = False  # experts to the sublayer that they are in
-    recompute_experts: set[int] = set()
+    light, whole = set[int](), set[int]()
     for claim in claims:
         inside = [h for h in sublayers if h == claim.path or is_inside(h, [claim.path])]
         moe_path = claim.path.removesuffix(".experts")
         if inside:
             found |= dict.fromkeys(inside, claim.placement)
         elif claim.placement == "recompute" and found.get(moe_path) == "offload":
-            recompute_experts.add(sublayers.index(moe_path) // 2)
+            light.add(sublayers.index(moe_path) // 2)
+        elif claim.placement == "recompute" and recompute != "light" and moe_path in sublayers:
+            whole.add(sublayers.index(moe_path) // 2)
         elif claim.placement in ("recompute", "stash") and moe_path in sublayers:
             found[moe_path] = claim.placement
-            widened |= claim.placement == "recompute"
         elif claim.placement != "keep":
             uncounted.append(claim.path)
-    notes += _placement_notes(uncounted, recompute_experts, recompute if widened else "light")
-    return found, recompute_experts
+    notes += _placement_notes(uncounted, light, whole)
+    return found, light, whole
 
 
-def _placement_notes(uncounted: Sequence[str], recompute_experts: Iterable[int], widened: str) -> list[str]:
-    """`widened`: how experts whose placement is counted as their sublayer's are recomputed."""
+def _placement_notes(uncounted: Sequence[str], light: Iterable[int], whole: Iterable[int]) -> list[str]:
+    """`light`, `whole`: see `_placements`."""
     notes = []
-    if widened != "light":
-        notes.append(
-            f"memory.recompute = {widened!r}: experts are counted as if their whole sublayer were recomputed, so this plan is "
-            "too low by what the sublayer saves besides; with 'light' they are counted as they run."
-        )
     if uncounted:
         more = " and others" * (len(uncounted) > 1)
         notes.append(f"Placements of other modules than sublayers are counted as keep: {uncounted[0]!r}{more}.")
-    if numbers := ", ".join(map(str, sorted(recompute_experts))):
-        notes.append(
-            f"Experts of layers {numbers} recompute their first product, which is neither saved nor offloaded."
-        )
+    for numbers, what in (
+        (light, "recompute their first product, which is neither saved nor offloaded"),
+        (whole, "run again in backward; the rest of their sublayers is kept"),
+    ):
+        if layers := ", ".join(map(str, sorted(numbers))):
+            notes.append(f"Experts of layers {layers} {what}.")
     return notes
+
+
+def _sealed(config: Config, facts: ModelFacts) -> dict[str, str]:
+    """Modules that a run compiles as a part of their sublayer, with that sublayer's path; see
+    `forebay.models.placements.sealed_in_sublayers`."""
+    if not config.memory.compile:
+        return {}
+    sublayers, between = set(facts.sublayers), _has_dispatcher(config)
+    depth = facts.prefix.count(".") + 3
+    tops = {path: ".".join(path.split(".")[:depth]) for path in facts.paths}
+    return {
+        path: top
+        for path, top in tops.items()
+        if top in sublayers and path != top and not (between and path == f"{top}.experts")
+    }
+
+
+def _has_dispatcher(config: Config) -> bool:
+    """Whether experts run between two compiled parts of their sublayer."""
+    return config.has_engine or config.parallel.ep > 1
 
 
 def _light_experts(config: Config, paths: Sequence[str]) -> list[str]:
     """Experts that a run can recompute inside an offloaded sublayer: Forebay's, outside of compiled code."""
     memory = config.memory
-    outside = config.has_engine or config.parallel.ep > 1 or not memory.compile
+    outside = _has_dispatcher(config) or not memory.compile
     if not outside or memory.recompute != "light" or config.model.experts != "forebay":
         return []
     return [path for path in paths if path.endswith(".experts")]

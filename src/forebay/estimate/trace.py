@@ -24,6 +24,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
 from forebay.estimate.events import NamedStorages, head_events, part_events
 from forebay.estimate.op_recorder import OpRecorder
@@ -40,6 +41,7 @@ from forebay.estimate.types import (
     PartTrace,
     Shape,
 )
+from forebay.memory.overrides import ModuleCallSite
 from forebay.models.blocks import SublayerCallSite, install_sublayers
 from forebay.models.families import decoder_layers, moe_blocks, transformers_base
 from forebay.models.fused_loss import head_loss, install_fused_loss
@@ -189,9 +191,21 @@ class TraceRun:
             model.set_experts_implementation(register())
             if shape.rounds:
                 round_saved_rows(model)
+        elif blocks and model.config._experts_implementation == "grouped_mm" and model.dtype != torch.bfloat16:
+            # torch runs that product in other dtypes, but knows the shape of its result in bfloat16 only.
+            raise ValueError(
+                f"transformers' experts are counted in bfloat16 only, not in {str(model.dtype).removeprefix('torch.')}; valid "
+                "are model.compute = 'bfloat16' and model.experts = 'forebay'"
+            )
         if shape.loss == "fused":
             install_fused_loss(model)
         self._dispatcher = self._install_dispatcher(blocks)
+        if shape.checkpointed_experts:
+            for block in blocks:
+                # As `forebay.memory.recompute` does, without its checks. The state of a generator is no fake tensor.
+                ModuleCallSite(block.experts).wrap(
+                    lambda forward: partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
+                )
         self._sublayers = install_sublayers(model, dispatcher=self._dispatcher)
         for site in self._sublayers.values():
             site.wrap(partial(self._traced_sublayer, site))
@@ -274,7 +288,7 @@ class TraceRun:
             out = self._part(site.path, x, run, found.clear)
             part, (result,) = self._open[site.path], found
             found.clear()  # the part alone owns the graph
-            if site.path.endswith(".mlp") and site.light_recompute is not None:
+            if site.path.endswith(".mlp") and site.light_recompute is not None and not self.shape.checkpointed_experts:
                 part.light = partial(self._run_light, site, call, x.detach())
                 self._size_rows(part, site)
             self._last = out
@@ -500,7 +514,8 @@ def trace_model(model: Any, shape: Shape, like: ModelTrace | None = None) -> Mod
     one sublayer.
 
     Raises:
-        ValueError: layers, experts or a loss that Forebay does not know, or `ep` does not divide the experts.
+        ValueError: layers, experts or a loss that Forebay does not know, transformers' experts in another dtype than bfloat16, or
+            `ep` does not divide the experts.
     """
     base = model.get_submodule(model.base_model_prefix)
     layers: list[Any] = [parts.module for parts in decoder_layers(model)]

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -126,6 +126,7 @@ class Shape:
         flex: attention with sinks runs as `forebay.models.sinks` runs it on a GPU.
         rounds: `memory.precision = "fp8"`. Experts save their first product in 8 bits; other rows count as copied to the host in
             full, so that a run offloads more than is planned.
+        checkpointed_experts: the experts, and nothing else of their sublayer, run again as a whole in backward.
     """
 
     sequence: int
@@ -144,10 +145,19 @@ class Shape:
     autocast: bool = False
     flex: bool = False
     rounds: bool = False
+    checkpointed_experts: bool = False
 
     def without_experts(self) -> Shape:
         """The shape without that on which only MoE sublayers depend."""
-        return replace(self, ep=1, skew=1.0, capacity_factor=0.0, deferred_weight_grads=False, rounds=False)
+        return replace(
+            self,
+            ep=1,
+            skew=1.0,
+            capacity_factor=0.0,
+            deferred_weight_grads=False,
+            rounds=False,
+            checkpointed_experts=False,
+        )
 
 
 @dataclass(frozen=True)
@@ -184,7 +194,7 @@ class PartTrace:
         inputs: of the input hidden states, which recomputing the part keeps.
         light: `saved` under light recomputation of the experts, or None.
         stash: bytes of the experts' x and h in buffers of the capacity, and of the rows that arrive; (0, 0) without expert
-            parallelism..
+            parallelism.
         deferred: bytes of each tensor that deferred weight gradients of the experts keep (`forebay.moe.wgrad`).
         token_rows: bytes of the gathered rows that one of the experts' weight gradients needs while it is made.
         forward_ops, backward_ops: costs, in order.
@@ -256,10 +266,17 @@ class ModelTrace:
 
     def recompute_experts(self, numbers: Container[int]) -> ModelTrace:
         """The model with light recomputation of the experts of layers `numbers`."""
+        return self._with(numbers, [layer.mlp.recompute_experts() for layer in self.layers])
+
+    def with_mlps_of(self, other: ModelTrace, numbers: Container[int]) -> ModelTrace:
+        """The model with the MoE sublayers of another trace of it in layers `numbers`."""
+        return self._with(numbers, [layer.mlp for layer in other.layers])
+
+    def _with(self, numbers: Container[int], mlps: Sequence[PartTrace]) -> ModelTrace:
         by_kind: dict[int, LayerTrace] = {}
         layers = []
         for number, layer in enumerate(self.layers):
             if number in numbers:
-                layer = by_kind.setdefault(id(layer), replace(layer, mlp=layer.mlp.recompute_experts()))
+                layer = by_kind.setdefault(id(layer), replace(layer, mlp=mlps[number]))
             layers.append(layer)
         return replace(self, layers=tuple(layers))

@@ -228,6 +228,22 @@ def test_expert_parallelism_receives_rows() -> None:
     assert [part.events and bool(part.events.transferred) for part in parts] == [False, False, False, True, False, True]
 
 
+def test_experts_that_run_again_as_a_whole() -> None:
+    """They save their input alone, and backward has their forward's products once more. What arrives is as before."""
+    kept, again = (
+        traced("qwen3_moe", stages=True, ep=4, checkpointed_experts=checkpointed).layers[1].mlp
+        for checkpointed in (False, True)
+    )
+    assert again.saved < kept.saved and again.light is None
+    assert (again.stash, again.deferred, again.token_rows) == (kept.stash, kept.deferred, kept.token_rows)
+    assert again.forward_ops == kept.forward_ops
+    products = [
+        [op for op in ops if op.kind == "grouped"] for ops in (kept.forward_ops, kept.backward_ops, again.backward_ops)
+    ]
+    assert len(products[0]) == 2 and len(products[2]) == len(products[1]) + 2
+    assert sum(op.flops for op in products[2]) == sum(op.flops for op in (*products[0], *products[1]))
+
+
 @pytest.mark.parametrize("family", ["deepseek_v3", "gpt_oss"])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_a_trace_like_another_is_the_trace_alone(family: str, compiled: bool) -> None:

@@ -288,8 +288,9 @@ class TraceRun:
             out = self._part(site.path, x, run, found.clear)
             part, (result,) = self._open[site.path], found
             found.clear()  # the part alone owns the graph
-            if site.path.endswith(".mlp") and site.light_recompute is not None and not self.shape.checkpointed_experts:
-                part.light = partial(self._run_light, site, call, x.detach())
+            if site.path.endswith(".mlp") and site.light_recompute is not None:
+                if not self.shape.checkpointed_experts:
+                    part.light = partial(self._run_light, site, call, x.detach())
                 self._size_rows(part, site)
             self._last = out
             if not isinstance(result, tuple):

@@ -501,24 +501,9 @@ def show(files: Sequence[Path], device: str | None) -> None:
     """`device`: a profile for which step times are planned again, such as that of the host of the runs."""
     lines, notes = [], []
     for file in files:
-        given, rows = json.loads(file.read_text()), read(measured_of(file))
-        entries, plans = entries_of(given["runs"]), {run["name"]: run["planned"] for run in given["runs"]}
-        draw_of = f"{given['seed']}/" if len(files) > 1 else ""
-        for row in filter(on_gpus, rows):
-            entry, plan = entries[row["name"]], plans[row["name"]]
-            if device is not None:
-                plan = {**plan, "seconds": planned(entry, entry.skew, device=device)["seconds"]}
-            line = compared(entry, row, plan, entry.skew)
-            entry = as_planned(entry, plan)
-            kinds = {"kind": kind_of(entry), "band": band_of(entry)}
-            lines.append({**line, **kinds, "number": draw_of + row["name"][:2], "words": words_of(entry)})
-        notes += [f"said to fit, and does not: {wrong}" for wrong in misfits(entries, plans, rows)]
-        notes += [f"ran otherwise than planned: {wrong}" for wrong in otherwise(plans, rows)]
-        notes += [
-            f"not measured: {row['name']}: {row.get('error', 'it ran on a CPU')}" for row in rows if not on_gpus(row)
-        ]
-        if missing := sorted(entries.keys() - {row["name"] for row in rows}):
-            notes.append(f"not run: {', '.join(missing)}")
+        found, said = errors_of(file, device, with_seed=len(files) > 1)
+        lines += found
+        notes += said
     shown = ("number", "words", *(f"{what} {how}" for what in _SHOWN for how in ("planned", "measured", "%")))
     print(markdown([{name: line[name] for name in shown} for line in lines]), end="\n\n")
     if lines:
@@ -526,7 +511,30 @@ def show(files: Sequence[Path], device: str | None) -> None:
         print(markdown(summary(lines, "band")), end="\n\n")
         near = sum(abs(line["reserved %"]) <= 3 for line in lines)
         print(f"{near} of {len(lines)} are within 3 % of what they reserved")
-    print("\n".join(notes))
+    for note in notes:
+        print(note)
+
+
+def errors_of(file: Path, device: str | None, with_seed: bool) -> tuple[list[dict[str, Any]], list[str]]:
+    """A line for each run of a draw, and what is to be said of it besides. `with_seed`: numbers begin with the draw's."""
+    given, rows = json.loads(file.read_text()), read(measured_of(file))
+    entries, plans = entries_of(given["runs"]), {run["name"]: run["planned"] for run in given["runs"]}
+    lines = []
+    for row in filter(on_gpus, rows):
+        entry, plan = entries[row["name"]], plans[row["name"]]
+        if device is not None:
+            plan = {**plan, "seconds": planned(entry, entry.skew, device=device)["seconds"]}
+        line = compared(entry, row, plan, entry.skew)
+        entry = as_planned(entry, plan)
+        number = f"{given['seed']}/" * with_seed + row["name"][:2]
+        kinds = {"kind": kind_of(entry), "band": band_of(entry)}
+        lines.append({**line, **kinds, "number": number, "words": words_of(entry)})
+    notes = [f"said to fit, and does not: {wrong}" for wrong in misfits(entries, plans, rows)]
+    notes += [f"ran otherwise than planned: {wrong}" for wrong in otherwise(plans, rows)]
+    notes += [f"not measured: {r['name']}: {r.get('error', 'it ran on a CPU')}" for r in rows if not on_gpus(r)]
+    if missing := sorted(entries.keys() - {row["name"] for row in rows}):
+        notes.append(f"not run: {', '.join(missing)}")
+    return lines, notes
 
 
 _SHOWN = ("reserved", "allocated", "step s")

@@ -491,7 +491,7 @@ def test_searches_that_cannot_be() -> None:
 def test_traces_are_shared_and_change_nothing() -> None:
     """A run planned after others is the run planned alone."""
     traces = TraceCache()
-    meshes: list[dict[str, int]] = [{"ep": 2}, {"pp": 2, "ep": 2}, {}]
+    meshes: list[dict[str, int]] = [{"ep": 2}, {"ep": 4}, {"pp": 2}, {"pp": 2, "ep": 2}, {}]
     for config in (tiny(), tiny(microbatch=2), tiny(sequence=64), *(tiny(parallel=mesh) for mesh in meshes)):
         shared = fit_run(config, plan_layers(config, 4, traces), 4, traces=traces)
         assert shared == fit_run(config, plan_layers(config, 4, TraceCache()), 4, traces=TraceCache())
@@ -519,15 +519,17 @@ def test_a_bare_models_batch_follows_its_microbatch() -> None:
     assert size > 1 and found.settings["train.batch"] == 4 * size == found.config.train.batch
 
 
-def test_a_folder_with_a_config_alone(tmp_path: Path) -> None:
-    """As downloaded: no weights are there, or needed; those on the hub are quantized. Depth goes on with the pattern."""
+@pytest.mark.parametrize("quantized", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_a_folder_with_a_config_alone(tmp_path: Path, quantized: bool) -> None:
+    """As downloaded: no weights are there, or needed; those on the hub may be quantized. Depth goes on with the pattern."""
     from transformers import AutoConfig
 
     others = ("moe_intermediate_size", "num_experts")
     shared = {name: value for name, value in TINY.items() if name not in others}
     fields = {**shared, "num_local_experts": 8, "sliding_window": 64, "vocab_size": 320}
     declared = AutoConfig.for_model("gpt_oss", **fields).to_dict()
-    declared["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    if quantized:
+        declared["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
     (tmp_path / "config.json").write_text(json.dumps(declared))
     # On a CPU, where a peak is of bytes and not of segments.
     asked = ask(str(tmp_path), ["train.sequence=128", "memory.compile=false", "device.type=cpu"], 2)

@@ -357,6 +357,11 @@ class Config:
         return bool(self.engine_key)
 
     @property
+    def cuts_at_dispatch(self) -> bool:
+        """Whether a token dispatcher cuts MoE sublayers: compiled, they are two parts, and the experts run between them."""
+        return self.has_engine or self.parallel.ep > 1
+
+    @property
     def empties_cache(self) -> bool:
         """Whether the trainer empties the GPU's cache after its first step, which compiles.
 

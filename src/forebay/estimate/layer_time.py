@@ -255,7 +255,7 @@ class LayerTimer:
     def sublayer(self, part: PartTrace, placement: str) -> tuple[KernelTime, KernelTime]:
         """A sublayer's forward and backward."""
         memory = self.config.memory
-        cut = self.config.has_engine or self.config.parallel.ep > 1
+        cut = self.config.cuts_at_dispatch
         around = (SUBLAYER_COMPILED if memory.compile else SUBLAYER) + CUT * cut + _storing(part, placement)
         ahead, back = self.clock.both_ways(part)
         forward = self._launched(ahead, around + _transfers(part.forward_ops))

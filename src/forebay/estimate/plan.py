@@ -560,7 +560,7 @@ def _sealed(config: Config, facts: ModelFacts) -> dict[str, str]:
     `forebay.models.placements.sealed_in_sublayers`."""
     if not config.memory.compile:
         return {}
-    sublayers, between = set(facts.sublayers), _has_dispatcher(config)
+    sublayers, between = set(facts.sublayers), config.cuts_at_dispatch
     depth = facts.prefix.count(".") + 3
     tops = {path: ".".join(path.split(".")[:depth]) for path in facts.paths}
     return {
@@ -570,15 +570,10 @@ def _sealed(config: Config, facts: ModelFacts) -> dict[str, str]:
     }
 
 
-def _has_dispatcher(config: Config) -> bool:
-    """Whether experts run between two compiled parts of their sublayer."""
-    return config.has_engine or config.parallel.ep > 1
-
-
 def _light_experts(config: Config, paths: Sequence[str]) -> list[str]:
     """Experts that a run can recompute inside an offloaded sublayer: Forebay's, outside of compiled code."""
     memory = config.memory
-    outside = _has_dispatcher(config) or not memory.compile
+    outside = config.cuts_at_dispatch or not memory.compile
     if not outside or memory.recompute != "light" or config.model.experts != "forebay":
         return []
     return [path for path in paths if path.endswith(".experts")]

@@ -11,6 +11,7 @@ compute is bf16, and the forward of a microbatch overlaps with the backward of t
     graph           the same with forwards and backwards of the step in one CUDA graph
     graph, keep     as capacity, in one CUDA graph
     graph, recompute    the same with the experts recomputed
+    ..., reshard    the same with the experts' weights in bf16 for each use only
     auto            what `parallel.ep` alone gives
     local           EP 1 on one GPU in one CUDA graph: the same tokens a GPU without expert parallelism (run with one rank)
 
@@ -75,6 +76,14 @@ ARMS: dict[str, dict[str, dict[str, Any]]] = {
     "graph, recompute": {
         "parallel": {"dispatch": "symmetric", "capacity_factor": 0.0},
         "memory": {"policy": {"*.mlp.experts": "recompute"}, "graph": True},
+    },
+    "graph, reshard": {
+        "parallel": {"dispatch": "symmetric", "capacity_factor": 0.0, "reshard": True},
+        "memory": {"graph": True},
+    },
+    "graph, stash, reshard": {
+        "parallel": {"dispatch": "symmetric", "capacity_factor": 0.0, "reshard": True},
+        "memory": {"policy": {"*.mlp.experts": "stash"}, "graph": True},
     },
     "auto": {},
     "local": {"parallel": {"overlap": False}, "memory": {"graph": True}},

@@ -81,6 +81,10 @@ ARMS: dict[str, dict[str, dict[str, Any]]] = {
         }
     },
     "dualpipev, bf16 sums, graph": {"parallel": {"gradients": "compute"}, "memory": {"graph": True}},
+    "dualpipev, bf16 sums, graph, reshard": {
+        "parallel": {"gradients": "compute", "reshard": True},
+        "memory": {"graph": True},
+    },
     "dualpipev, even": {"parallel": {"partition": "even"}},
     "zbv": {"parallel": {"schedule": "zbv"}},
     "1f1b": {"parallel": {"schedule": "1f1b"}},

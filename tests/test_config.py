@@ -143,10 +143,6 @@ def test_overrides(tmp_path: Path) -> None:
             ["memory.graph = true with parallel.ep = 2", "parallel.overlap = true"],
         ),
         (
-            with_key("memory", graph=True) | {"parallel": {"reshard": True}},
-            ["memory.graph", "parallel.reshard = false"],
-        ),
-        (
             with_key("memory", graph=True) | {"parallel": {"ep": 2, "capacity_factor": 0}},
             ["memory.graph", "parallel.capacity_factor = 0.0", "'symmetric'"],
         ),

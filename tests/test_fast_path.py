@@ -41,11 +41,11 @@ TABLE: list[tuple[dict[str, dict[str, Any]], Facts, tuple[bool, bool, bool, floa
     # One key each turns a choice off; the rest stays as far as it ran that way.
     ({"memory": {"graph": False}}, TWO, (False, True, False, 2.0), "fast path: overlap, weights gathered once a step, room"),
     ({"parallel": {"overlap": False}}, TWO, HOST, "host-launched: parallel.overlap = false"),
-    ({"parallel": {"reshard": True}}, TWO, (False, True, True, 0.0), "launched by the host: parallel.reshard = true"),
+    ({"parallel": {"reshard": True}}, TWO, (True, True, True, 2.0), "fast path: one CUDA graph a step, overlap, room for 2.0"),
     ({"parallel": {"capacity_factor": 0}}, TWO, (False, True, False, 0.0), "launched by the host: parallel.capacity_factor = 0"),
     ({"parallel": {"dispatch": "nccl"}}, TWO, (False, True, False, 0.0), "launched by the host: parallel.dispatch = 'nccl'"),
     ({"parallel": {"capacity_factor": 1.5}}, TWO, (True, True, False, 1.5), "fast path: one CUDA graph"),
-    ({"parallel": {**PP, "reshard": True}}, TWO, HOST, "host-launched: parallel.reshard = true"),
+    ({"parallel": {**PP, "reshard": True}}, TWO, (True, False, True, 0.0), "fast path: one CUDA graph a step; turned off"),
     # What did not run in a graph stays as it was.
     ({}, dataclasses.replace(TWO, gpu=False), HOST, "host-launched: there is no GPU"),
     ({}, dataclasses.replace(TWO, reaches=False), HOST, "host-launched: the GPUs of an expert group do not read each other's"),
@@ -81,7 +81,7 @@ TABLE: list[tuple[dict[str, dict[str, Any]], Facts, tuple[bool, bool, bool, floa
     ({"parallel": {"ep": 1}, "memory": {"policy": "offload"}}, ONE, (True, False, False, 0.0), "fast path: one CUDA graph"),
     ({"parallel": {"ep": 1, "overlap": True}}, ONE, (True, True, False, 0.0), "fast path: one CUDA graph a step"),
     ({"parallel": {"ep": 1}}, dataclasses.replace(ONE, gathered=5 << 30), HOST, "its weights in bfloat16, gathered"),
-    ({"parallel": {"ep": 1, "reshard": True}}, ONE, HOST, "host-launched: parallel.reshard = true"),
+    ({"parallel": {"ep": 1, "reshard": True}}, ONE, HOST, "parallel.reshard = true did not run in a graph on"),
     ({"parallel": {"ep": 1}, "optimizer": {"fused": False}}, ONE, HOST, "host-launched: optimizer.fused = false"),
     ({"parallel": {"ep": 1}}, dataclasses.replace(ONE, family="dbrx"), HOST, "host-launched: no model of family 'dbrx'"),
     # A dense model has no grouped products.

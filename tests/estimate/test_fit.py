@@ -111,7 +111,7 @@ SPREAD: dict[str, Any] = {"parallel": {"ep": 2}}  # with more processes than tha
         (True, "auto", 1, {"model": {"family": "qwen3", "config": DENSE}}),
         (True, False, 1, {"parallel": {"overlap": True}}),
         (False, False, 1, {"model": {"dtype": "float32"}}),
-        (False, False, 1, {"parallel": {"reshard": True}}),
+        (True, False, 1, {"parallel": {"reshard": True}}),
         (False, "auto", 1, {"data": {"packing": "documents"}}),
         (False, "auto", 1, {"memory": {"policy": {"model.layers.0": "recompute"}}}),
         (False, "auto", 1, {"device": {"type": "cpu"}}),

@@ -105,7 +105,7 @@ TINY = WeightShapes(
 
 def test_shards_by_hand() -> None:
     """4 processes, experts over 2: of 10 rows 3, of 6 rows 2, of 8 experts 4 each, and of those 2 in each of two columns."""
-    s = Sharing(data=4, ep=2, sharded=True)
+    s = Sharing(data=4, ep=2, sharded=True, apart=True)
     ends, *layers = param_groups(TINY, (0, 1), True, False, s)
     assert [(p.own, p.whole) for p in ends.params] == [(3 * 4, 10 * 4)]
     assert [(g.place, g.experts, g.processes, *((p.own, p.whole, p.drawn) for p in g.params)) for g in layers] == [

@@ -26,6 +26,8 @@ RUNS: dict[str, tuple[float, dict[str, Any]]] = {
     "graph, stash": (2.0, {**STASH, "graph": True}),
     "graph, few pages": (2.0, {**STASH, "graph": True, "pages": "256KiB"}),
     "graph, over": (1.0, {**STASH, "graph": True}),
+    "graph, reshard": (2.0, {"graph": True}),
+    "graph, stash, reshard": (2.0, {**STASH, "graph": True}),
 }
 
 
@@ -40,7 +42,7 @@ def run(folder: Path) -> None:
                 model={"family": family, "config": sizes, "dtype": "float32", "compute": "bfloat16"},
                 train={"batch": 6, "microbatch": 1, "sequence": 512, "steps": STEPS, "router_bias_rate": 0.01},
                 memory=memory,
-                parallel={**PARALLEL, "capacity_factor": factor},
+                parallel={**PARALLEL, "capacity_factor": factor, "reshard": "reshard" in name},
                 device={"type": "cuda", "threads": 0},
             )
             with Mesh.open(settings) as mesh, Trainer(settings, mesh) as trainer:

@@ -126,6 +126,35 @@ def test_microbatches_in_turn_have_the_bits_of_plain_steps(folder: str, policy: 
     assert figures == same_figures and not differing(state, same)
 
 
+@pytest.mark.parametrize("policy", ["keep", "recompute"])
+def test_experts_that_are_gathered_for_each_use_change_no_bit(folder: str, policy: str) -> None:
+    """They are whole in no parameter between two uses."""
+    found = []
+    for reshard in (False, True):
+        settings = config(
+            folder,
+            {**WIDE, "num_hidden_layers": 3},
+            model={"compute": "bfloat16"},
+            train={"batch": 6, "microbatch": 2},
+            memory={"policy": policy, "graph": True},
+            parallel={"overlap": True, "reshard": reshard},
+        )
+        with Trainer(settings) as trainer:
+            block = moe_blocks(trainer.model)[0]
+            held = []
+            block.router.register_forward_hook(lambda *_, block=block, held=held: held.append(gathered(block.experts)))
+            records = [trainer.step(number) for number in range(1, 4)]
+            assert set(held) == {not reshard}
+            found.append((state_of(trainer), [figures_of(r) for r in records]))
+    (state, figures), (same, same_figures) = found
+    assert figures == same_figures and not differing(state, same)
+
+
+def gathered(experts: torch.nn.Module) -> bool:
+    """Whether the weights are gathered: parameters of the compute dtype."""
+    return all(p.dtype == torch.bfloat16 for p in experts.parameters())
+
+
 # --- Recomputation and split backwards on pipelines.
 
 

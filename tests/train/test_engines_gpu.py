@@ -44,9 +44,10 @@ def cases(world: int) -> dict[str, dict[str, Any]]:
             ("bf16", {}),
             ("bf16 keep in a graph", {"graph": True}),
             ("bf16 offload in a graph", {"graph": True, "policy": "offload"}),
+            *((("bf16 resharded in a graph", {"graph": True}),) if schedule == "dualpipev" else ()),
         ):
             compute = {"compute": "bfloat16"} if "bf16" in what else {}
-            parallel = {"pp": 2, "schedule": schedule, "reshard": "graph" not in what}
+            parallel = {"pp": 2, "schedule": schedule, "reshard": "resharded" in what or "graph" not in what}
             found[f"{schedule} {what}"] = {
                 "parallel": parallel,
                 "memory": own,
@@ -90,6 +91,7 @@ def test_pipelines_through_nccl(tmp_path: Path) -> None:
                 ("keep", "offload"),
                 ("bf16", "bf16 keep in a graph"),
                 ("bf16", "bf16 offload in a graph"),
+                *((("bf16", "bf16 resharded in a graph"),) if schedule == "dualpipev" else ()),
             ):
                 steps, same = (torch.load(tmp_path / f"{schedule} {name}-{rank}.pt") for name in (one, other))
                 assert_same_steps(same, steps, f"{schedule}, {other}, rank {rank}")

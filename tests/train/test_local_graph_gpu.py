@@ -43,7 +43,9 @@ MEMORY: dict[str, dict[str, Any]] = {
 MIXED_PRECISION = {"dtype": "float32", "compute": "bfloat16"}
 
 
-def trained(folder: Path, family: str, memory: dict[str, Any], dtypes: dict[str, str], called: bool) -> tuple[Any, Any]:
+def trained(
+    folder: Path, family: str, memory: dict[str, Any], dtypes: dict[str, str], reshard: bool | str, called: bool
+) -> tuple[Any, Any]:
     """State and figures after `STEPS`; `called`: no step is replayed."""
     from forebay.train.trainer import Trainer
 
@@ -57,7 +59,7 @@ def trained(folder: Path, family: str, memory: dict[str, Any], dtypes: dict[str,
         },
         train={"batch": 6, "microbatch": 2, "sequence": 2048, "steps": STEPS, "router_bias_rate": 0.01},
         memory={"graph": "auto", **memory},
-        parallel={"overlap": "auto", "reshard": "auto", "capacity_factor": "auto"},
+        parallel={"overlap": "auto", "reshard": reshard, "capacity_factor": "auto"},
         device={"type": "cuda", "threads": 0},
     )
     with Trainer(settings) as trainer:
@@ -70,10 +72,12 @@ def trained(folder: Path, family: str, memory: dict[str, Any], dtypes: dict[str,
     return state, [figures_of(r) for r in records]
 
 
-def compare(folder: Path, family: str, memory: dict[str, Any], dtypes: dict[str, str]) -> None:
+def compare(
+    folder: Path, family: str, memory: dict[str, Any], dtypes: dict[str, str], reshard: bool | str = "auto"
+) -> None:
     write_text(folder, 2000)
     (state, figures), (same_state, same_figures) = (
-        trained(folder, family, memory, dtypes, called) for called in (True, False)
+        trained(folder, family, memory, dtypes, reshard, called) for called in (True, False)
     )
     assert figures == same_figures and not differing(state, same_state)
 
@@ -90,3 +94,12 @@ def test_replayed_steps_of_every_family_have_the_bits_of_called_ones(tmp_path: P
 @pytest.mark.parametrize("name", MEMORY)
 def test_replayed_steps_with_every_placement_have_the_bits_of_called_ones(tmp_path: Path, name: str) -> None:
     compare(tmp_path, "glm4_moe", MEMORY[name], MIXED_PRECISION)
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("policy", ["keep", "recompute"])
+def test_replayed_steps_that_gather_experts_for_each_use_have_the_bits_of_called_ones(
+    tmp_path: Path, policy: str
+) -> None:
+    compare(tmp_path, "qwen3_moe", {"policy": policy, "graph": True}, MIXED_PRECISION, reshard=True)

@@ -270,14 +270,12 @@ def _engine_mistakes(c: Config, engine: str) -> Iterator[str]:
 
 
 def _graph_mistakes(c: Config) -> Iterator[str]:
-    """A CUDA graph step needs no host synchronization, and weights that stay in the same memory."""
+    """A CUDA graph step needs no host synchronization."""
     p = c.parallel
     if not c.memory.graph:
         return
     if p.ep > 1 and not p.overlap and p.pp == 1:
         yield f"memory.graph = true with parallel.ep = {p.ep} needs parallel.overlap = true"
-    if p.reshard:
-        yield "memory.graph = true needs an unsharded step: set parallel.reshard = false"
     if p.ep > 1 and (p.dispatch not in ("auto", "symmetric") or not p.capacity_factor):
         yield (
             f"memory.graph = true needs a token dispatcher without host synchronization, and parallel.dispatch = {p.dispatch!r} "
@@ -294,6 +292,11 @@ def _world_mistakes(c: Config, size: int) -> Iterator[str]:
         yield (
             f"{asked} needs {c.processes} processes or a multiple of that, but only one runs; "
             f"start them with: torchrun --nproc-per-node {c.processes} -m forebay train CONFIG"
+        )
+    if c.memory.graph is True and c.parallel.reshard is True and size > c.processes:
+        yield (
+            f"memory.graph = true gathers no weights from other processes, and parallel.reshard = true shares each expert over "
+            f"{size // c.processes} of the {size}: set parallel.reshard = false, or memory.graph = false"
         )
     if size % replicate:
         yield f"parallel.replicate = {replicate} does not divide the {size} processes; valid are {_divisors(size)}"

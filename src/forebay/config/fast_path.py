@@ -191,7 +191,7 @@ def _local_obstacles(c: Config, facts: Facts) -> Iterator[str]:
     if facts.processes > 1:
         yield f"steps of several processes that share no experts and no layers did not run in a graph; {_BESIDE}"
     if c.parallel.reshard is True:
-        yield "parallel.reshard = true"
+        yield f"parallel.reshard = true did not run in a graph on one GPU; {_BESIDE}"
     yield from _model_obstacles(c, facts, _LOCAL_FAMILIES, "one GPU")
     if facts.gathered > MOST_GATHERED:
         size = f"{facts.gathered / 2**30:.1f} GiB"
@@ -211,10 +211,8 @@ def _fast(c: Config) -> FastPath:
     """For a configuration without obstacles; a value that was given may still prevent the graph."""
     p = c.parallel
     overlap, reshard = _given(p.overlap, p.pp == 1), _given(p.reshard, False)
-    has_room = p.ep > 1 and p.dispatch != "nccl" and not reshard
-    capacity = _given(p.capacity_factor, ROOM if has_room else 0.0)
+    capacity = _given(p.capacity_factor, ROOM if p.ep > 1 and p.dispatch != "nccl" else 0.0)
     reasons = {
-        "parallel.reshard = true": reshard,
         "parallel.dispatch = 'nccl' waits for sizes": p.ep > 1 and p.dispatch == "nccl",
         "parallel.capacity_factor = 0 waits for sizes": p.ep > 1 and not capacity,
     }

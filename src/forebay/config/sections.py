@@ -381,6 +381,15 @@ class Config:
         return self.parallel.replicate * self.parallel.pp * self.parallel.ep
 
     @property
+    def experts_apart(self) -> bool:
+        """Whether FSDP2 gathers a layer's experts apart from the rest of the layer.
+
+        Without expert parallelism only if a graph is to hold no copy of them: that is always asked for, because a graph's
+        `parallel.reshard` is false by itself.
+        """
+        return self.parallel.ep > 1 or (self.step.graph and self.step.reshard)
+
+    @property
     def stages(self) -> int:
         """Number of pipeline stages of all ranks; 1 without pipeline parallelism."""
         p = self.parallel

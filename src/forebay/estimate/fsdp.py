@@ -92,7 +92,7 @@ def param_groups(
     for number in layers:
         every = weights.layers[number]
         others, experts = [w for w in every if not w.experts], [w for w in every if w.experts]
-        if s.sharded and s.ep > 1 and experts:
+        if s.apart and experts:
             found += [_group(number, others, s), _group(number, experts, s)]
         else:
             found.append(_group(number, every, s))
@@ -102,7 +102,7 @@ def param_groups(
 
 def _group(place: int, weights: Sequence[Weight], s: Sharing, *kinds: str) -> ParamGroup:
     """`kinds`: of all weights, or one of each."""
-    experts = s.sharded and s.ep > 1 and all(w.experts for w in weights)
+    experts = s.apart and all(w.experts for w in weights)
     processes = s.data // s.ep if experts else s.data
     kinds = kinds if len(kinds) == len(weights) else (kinds or ("",)) * len(weights)
     params = []
@@ -114,17 +114,13 @@ def _group(place: int, weights: Sequence[Weight], s: Sharing, *kinds: str) -> Pa
     return ParamGroup(place, experts, processes, tuple(params))
 
 
-def least_bytes(groups: Sequence[ParamGroup], sharing: Sharing, experts: bool = True) -> int:
+def least_bytes(groups: Sequence[ParamGroup], sharing: Sharing) -> int:
     """Bytes that every step holds at once before its first forward: parameters, both moments, and an engine's gathered
-    parameters and sums of gradients, without the embedding's, which may come later.
-
-    Args:
-        experts: count the gathered experts, which may be resharded after their first forward.
-    """
+    parameters and sums of gradients, without the embedding's, which may come later."""
     s = sharing
     found = 3 * s.parameter * sum(group.own for group in groups)
     if s.gathered and s.sharded:
-        found += s.compute * sum(g.own * g.processes for g in groups if experts or not g.experts)
+        found += s.compute * sum(g.own * g.processes for g in groups if not (g.experts and s.gathers_experts))
         found += s.summed * sum(p.whole for group in groups for p in group.params if p.kind != "embedding")
     return found
 
@@ -508,7 +504,8 @@ class UnshardedLifecycle(_Sharded):
         super().__init__(allocator, groups, sharing, stream)
         self._late, self._keep, self._tied, self._reducing = late, keep, tied, stream
         self._embedding_sum: list[Block] = []  # until it is added to the head's
-        self._expert_groups = {g.place: n for n, g in enumerate(groups) if g.experts and sharing.reshard}
+        self._expert_groups = {g.place: n for n, g in enumerate(groups) if g.experts and sharing.gathers_experts}
+        self._made = False  # FSDP2 has made all gathered parameters
         self._graph_sums: list[Block] = []
         self._reuses_head = late and bool(self._embedding())
         self._head_sum: Block | None = None  # after its reduction, for the embedding's sum
@@ -517,13 +514,21 @@ class UnshardedLifecycle(_Sharded):
         self._reduced_in = sorted(range(len(groups)), key=places.__getitem__)
 
     def gather(self) -> None:
-        """Gather all parameters, before `begin_step`."""
+        """Gather all parameters but the resharded experts', which FSDP2 makes once, before `begin_step`."""
         if not self._s.sharded:
             return
+        resharded = self._expert_groups.values()
         for n in range(len(self._groups)):
-            arriving = self._gather(n, self._stream)
-            self._copy_out(n)
-            self._free(arriving)
+            if n not in resharded or not self._made:
+                self._gather_all_of(n)
+            if n in resharded:
+                self._reshard(n)
+        self._made = True
+
+    def _gather_all_of(self, number: int) -> None:
+        arriving = self._gather(number, self._stream)
+        self._copy_out(number)
+        self._free(arriving)
 
     def begin_step(self) -> None:
         s = self._s
@@ -551,9 +556,11 @@ class UnshardedLifecycle(_Sharded):
     def compute_experts(self, place: Any, begin: bool) -> None:
         n = self._expert_groups.get(place)
         if n is not None and begin and n not in self._whole:
-            arriving = self._gather(n, self._stream)
-            self._copy_out(n)
-            self._free(arriving)
+            group, size = self._groups[n], self._s.compute
+            if group.processes > 1:
+                self._gather_all_of(n)
+            else:  # cast in one pass
+                self._whole[n] = [self._allocator.malloc(size * p.own or 1, self._stream) for p in group.params]
         elif n is not None and not begin:
             self._reshard(n)
 

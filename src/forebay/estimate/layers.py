@@ -258,6 +258,7 @@ def sharing_of(config: Config, world: int) -> Sharing:
         summed=4 if p.gradients == "float32" and sharded else compute,
         gathered=config.has_engine,
         reshard=config.step.reshard,
+        apart=sharded and config.experts_apart,
         sums=several and p.reduce == "step",
         gpu=config.device.type != "cpu",
         fused=config.optimizer.fused,

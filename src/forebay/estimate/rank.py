@@ -153,8 +153,7 @@ class RunEstimator:
         """Bytes below which the peak of a rank is not. It needs no walk."""
         run = self._run(number, self.plan.stages(number), self.placements)
         kept = 0 if self.chooses else run.kept
-        later = least_bytes(run.groups, self.sharing, experts=not self.sharing.reshard) + kept
-        return max(least_bytes(run.groups, self.sharing), later) + self._outside
+        return least_bytes(run.groups, self.sharing) + kept + self._outside
 
     def _chosen(self, number: int, stages: Mapping[int, StageLayers]) -> RankEstimate:
         """The cheapest estimate within the limit, or the nearest to it. The trainer's own choice limits bytes in use only."""

@@ -81,6 +81,7 @@ class Sharing:
         frozen: bytes of an element of parameters that are not trained.
         gathered: parameters are unsharded for a step (pipelines, overlap); else module by module.
         reshard: see `[parallel]`.
+        apart: FSDP2 gathers a layer's experts apart from the rest of the layer.
         sums: gradients of several microbatches are summed before they are reduced.
         gpu: there is a CUDA context, and the allocator rounds.
         fused: AdamW is one kernel; else its temporaries are as large as the shard.
@@ -99,11 +100,17 @@ class Sharing:
     frozen: int = 4
     gathered: bool = False
     reshard: bool = True
+    apart: bool = False
     sums: bool = True
     gpu: bool = True
     fused: bool = True
     random: bool = True
     trainer: bool = True
+
+    @property
+    def gathers_experts(self) -> bool:
+        """Whether an engine gathers the experts for each use, and everything else for a step."""
+        return self.gathered and self.reshard and self.apart
 
     @property
     def batch(self) -> int:

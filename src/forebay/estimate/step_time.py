@@ -379,7 +379,7 @@ class ShardingTime:
         if not s.sharded:
             return 0.0, adding
         if s.gathered:
-            again = self._gather(part.experts, self._columns).exposed if s.reshard else 0.0
+            again = self._gather(part.experts, self._columns, once=True).exposed if s.gathers_experts else 0.0
             return again, again + adding
         gather, reduce = self._gathers(part), self._reduces(part)
         times = 1.0 if s.reshard else 1.0 / count
@@ -410,7 +410,7 @@ class ShardingTime:
             return StepOverhead(reduce=adding, optimizer=optimizer)
         inside = parts if s.gathered else ()
         gathers = sum((self._gathers(p) for p in (*inside, ends)), TransferTime())
-        if s.gathered and s.reshard:  # experts are gathered with their layers
+        if s.gathers_experts:
             gathers = sum((self._gather(p.rest, s.data) for p in (*inside, ends)), TransferTime())
         reduces = sum((self._reduces(p) for p in (*inside, ends)), TransferTime())
         if s.gathered:  # the sums are filled with zeros
@@ -434,12 +434,12 @@ class ShardingTime:
             return self._reduce(part.rest + part.experts - part.frozen, s.data)
         return self._reduce(part.rest, s.data) + self._reduce(part.experts, self._columns)
 
-    def _gather(self, elements: int, processes: int) -> TransferTime:
-        """Each process casts and sends its shard; what arrives is copied to where parameters live. One process copies twice."""
+    def _gather(self, elements: int, processes: int, once: bool = False) -> TransferTime:
+        """Each process casts and sends its shard; what arrives is copied to where parameters live. One process copies twice, or
+        (`once`) casts to there."""
         s = self.sharing
-        moved = elements / processes * (s.parameter + s.compute) + 2 * elements * s.compute * (
-            2 if processes == 1 else 1
-        )
+        copies = 1 if processes > 1 else 0 if once else 2
+        moved = elements / processes * (s.parameter + s.compute) + 2 * elements * s.compute * copies
         sent = elements * s.compute * (processes - 1) / processes
         return TransferTime(self._clock.moved(moved), sent / self.device.link("all_gather", self._within))
 

@@ -135,6 +135,9 @@ def shard(model: nn.Module, mesh: Mesh, config: Config) -> Shards:
             cut_experts(block.experts, ep.get_local_rank(), ep.size(), whole)
             placement = partial(_even_dimension, size=mesh.shards // mesh.ep)
             fully_shard(block.experts, mesh=sharing, shard_placement_fn=placement, **options)
+    elif config.experts_apart:
+        for block in moe_blocks(model):
+            fully_shard(block.experts, mesh=mesh.data, **options)
     for layer in layers:
         fully_shard(layer, mesh=mesh.data, **options)
     if mesh.pp > 1:

@@ -54,8 +54,7 @@ class UnshardedStep:
     Args:
         model: sharded with `forebay.train.parallel.shard`, or not sharded.
         cut: the same model as an engine runs it.
-        reshard: free the experts' gathered parameters after each use, and gather them again in backward. All others stay gathered
-            for the step.
+        reshard: gather the experts' parameters for each use, in forward and in backward. All others stay gathered for the step.
     """
 
     def __init__(self, model: Any, cut: CutModel, reshard: bool):
@@ -67,18 +66,24 @@ class UnshardedStep:
         self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._experts: list[Any] = []  # records of the experts' weights that `expert_sum` knows, once gathered
         self._addresses: dict[int, Any] = {}  # the same, by the address of each gathered weight at the last lookup
+        self._resharded: list[Any] = []  # the experts' modules that are gathered for each use
         if self._sharded and reshard:
             for layer in cut.layers:
                 if isinstance(layer.experts_module, FSDPModule):
                     layer.experts = partial(_gathered_experts, layer.experts_module, layer.experts)
+                    self._resharded.append(layer.experts_module)
 
     def gather(self) -> None:
-        """Gather all parameters. Outside a step the caller gives them back."""
+        """Gather all parameters but those that are gathered for each use. Outside a step the caller gives them back."""
         if not self._sharded:
             return
         fully_shard.state(self._model)._lazy_init()  # type: ignore[attr-defined]  # the root's forward would do it
         for module in self._modules:
-            module.unshard()
+            if module not in self._resharded:
+                module.unshard()
+            elif not self._hooks:  # FSDP2 makes a gathered parameter when it gathers it for the first time
+                module.unshard()
+                module.reshard()
         if not self._hooks:
             self._install_hooks()
 
@@ -150,9 +155,14 @@ class UnshardedStep:
         return total
 
     def keep_weights(self) -> None:
-        """Gather to the same memory in all following steps, and keep it between steps: a CUDA graph knows the addresses."""
-        for record in self._records():
-            record.free_unsharded_param = lambda: None
+        """Gather to the same memory in all following steps, and keep it between steps: a CUDA graph knows the addresses.
+
+        What is gathered for each use is in the graph's own memory.
+        """
+        resharded = [fsdp_group(module) for module in self._resharded]
+        for group in self._groups():
+            for record in group.fsdp_params if group not in resharded else ():
+                record.free_unsharded_param = lambda: None
 
     def has_gradients(self) -> bool:
         """Whether any parameter or shard has a gradient."""
@@ -270,10 +280,13 @@ class UnshardedStep:
         # FSDP2 makes each gathered parameter once and fills it again for every step, so hooks on it last.
         for record in self._records():
             self._accumulate(record)
-        experts = {id(p) for block in moe_blocks(self._model) for p in block.experts.parameters()}
+        experts = {
+            id(p) for block in moe_blocks(self._model) for p in block.experts.parameters()
+        }  # gathered, or resharded
         for record in self._records():
             weight = record.unsharded_param
-            if _summed_in_fp32(record) and weight.dtype.itemsize == 2 and id(weight) in experts:
+            own = experts & {id(weight), id(record.sharded_param)}
+            if _summed_in_fp32(record) and weight.dtype.itemsize == 2 and own:
                 self._experts.append(record)
 
     def _accumulate(self, record: Any) -> None:
@@ -343,12 +356,31 @@ def _gathered_experts(
     module: Any, experts: Any, rows: Tensor, ids: Tensor, weights: Tensor, max_rows: int | None
 ) -> Tensor:
     """Stage 3 with the weights of `module` gathered for the call, and again for its backward."""
-    module.unshard()
+    unshard = partial(_unshard, module)
+    unshard()
     # Autograd runs the nodes of a stage from its end to its beginning: gathered before the first, freed after the last.
     rows = _CallInBackward.apply(rows, module.reshard)
-    y = _CallInBackward.apply(experts(rows, ids, weights, max_rows), module.unshard)
+    y = _CallInBackward.apply(experts(rows, ids, weights, max_rows), unshard)
     module.reshard()
     return y
+
+
+def _unshard(module: Any) -> None:
+    """`module.unshard()` of a module that was unsharded before.
+
+    Weights that this process has whole are cast in one pass. FSDP2 casts to a temporary and copies that; and it makes streams
+    wait that would not join a capture again.
+    """
+    group = fsdp_group(module)
+    if group.mesh_info.shard_mesh_size > 1:
+        module.unshard()
+    elif group.is_sharded:
+        for record in group.fsdp_params:
+            record.alloc_all_gather_outputs()
+            (whole,) = record.all_gather_outputs
+            with torch.autograd._unsafe_preserve_version_counter(whole):
+                whole.copy_(record._sharded_param_data)
+        group._to_unsharded()
 
 
 class _CallInBackward(torch.autograd.Function):

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from forebay.estimate.events import NamedStorages, head_events, part_events
+from forebay.estimate.events import NamedStorages, cut_nearest, head_events, part_events
 from forebay.estimate.types import (
     ALL_TO_ALL_BEGIN,
     ALL_TO_ALL_END,
@@ -207,3 +207,18 @@ def test_a_compiled_norm_saves_its_input_and_a_number_a_row_and_the_loss_after_i
         (6, 50), (5, 0), (7, 20), (6, 0), (3, 0), (12, 20), (7, 0), (2, 0),
     ]  # fmt: skip
     assert found.saves_x and found.dx == 12
+
+
+@pytest.mark.parametrize("size, others, saved", [(21, (), {2}), (30, (), {1}), (21, (1,), {1})])
+def test_a_compiled_forward_saves_what_it_assembles_if_that_takes_as_many_bytes(
+    size: int, others: tuple[int, ...], saved: set[int]
+) -> None:
+    """Scores 1, with sinks 2, probabilities 3; 2 is saved in place of 1, unless it is larger, or 1 is saved itself."""
+    log: list[Any] = [
+        op((0,), (1, 20)),
+        op((1,), (2, size), fused=True, of=frozenset([1])),
+        op((2,), (3, size), fused=True, of=frozenset([1])),
+    ]
+    cut, found = cut_nearest(log, (3, *others), {2}, {1: 20})
+    assert found.keys() == saved
+    assert cut[2].made[0].origins == saved

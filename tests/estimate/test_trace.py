@@ -288,3 +288,12 @@ def test_layers_that_are_not_known_are_refused() -> None:
         )
     with pytest.raises(ValueError, match="CohereDecoderLayer, whose forward is not two sublayers"):
         trace_model(model, Shape(8, 1))
+
+
+def test_inductor_aligns_long_rows() -> None:
+    """A row of 1537 numbers takes 3200 bytes, as recorded for scores with sinks. Short rows stay as they are."""
+    from forebay.estimate.op_recorder import _padded
+
+    assert _padded(torch.empty(6, 1537, dtype=torch.bfloat16)) == 6 * 3200
+    assert _padded(torch.empty(6, 1536, dtype=torch.bfloat16)) == 6 * 3072
+    assert _padded(torch.empty(6, 1001, dtype=torch.bfloat16)) == 6 * 2002

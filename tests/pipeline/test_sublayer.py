@@ -275,6 +275,15 @@ def test_a_segment_does_not_hold_its_inputs() -> None:
     assert torch.equal(segment.backward([torch.full((3, 4), 2.0)])[0], torch.full((3, 4), 2.0))
 
 
+def test_a_segment_does_not_hold_the_gradients_of_its_inputs() -> None:
+    segment, _ = cut(lambda t: t * 2.0, torch.randn(3, 4))
+    _ = None
+    (dx,) = segment.backward([torch.ones(3, 4)])
+    seen = StorageWeakRef(dx.untyped_storage())
+    del dx
+    assert seen.expired()
+
+
 def test_a_segment_does_not_hold_its_gradients() -> None:
     """Autograd frees a gradient handed to a segment after its reader, not when the segment is done."""
     alive: list[bool] = []

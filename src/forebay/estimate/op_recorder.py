@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._inductor import config as inductor_config
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -20,7 +21,7 @@ from torch.utils.flop_counter import flop_registry
 from forebay.estimate.op_costs import Tally
 from forebay.estimate.types import ALL_TO_ALL_BEGIN, ALL_TO_ALL_END, MATMUL, Freed, Log, Mark, NewStorage, Op
 from forebay.estimate.workspaces import EAGER_ONLY, MARK, WorkspaceStep, workspace_steps
-from forebay.models.compile import recomputable_ops
+from forebay.models.compile import ASSEMBLING_OPS, recomputable_ops
 
 _KERNELS = frozenset(
     {"topk", "sort", "cumsum", "index_put", "index_put_", "embedding_dense_backward", "bincount", "_grouped_mm"}
@@ -49,6 +50,7 @@ class OpRecorder(TorchDispatchMode):
     Attributes:
         tally: costs of the operations.
         transferred: storages that the token dispatcher made.
+        assembled: storages that `ASSEMBLING_OPS` made. Inductor does not fuse these into what reads them.
         experts: of the last experts that ran, the numbers of their rows and of their first product; -1 if that is not saved.
         head_sum: number of the weight's gradient that the last fused loss made; -1 without one.
     """
@@ -58,6 +60,7 @@ class OpRecorder(TorchDispatchMode):
         self.tally = Tally(fused, self.origins, self.origin_size)
         self.log: Log = []
         self.transferred: set[int] = set()
+        self.assembled: set[int] = set()
         self.experts, self.head_sum = (-1, -1), -1
         self._block, self._deferred, self._fused = block, deferred_weight_grads, fused
         self._recomputable = recomputable_ops() | _DECOMPOSED
@@ -110,7 +113,9 @@ class OpRecorder(TorchDispatchMode):
         name = str(func)
         results = _tensors(out)
         sources = _tensors((args, kwargs))
-        new = [self._add(leaf, sources if packet in self._recomputable else None) for leaf in results]
+        fused = _is_fused(func, packet)
+        pads = fused and self._fused and self._block > 1
+        new = [self._add(leaf, sources if packet in self._recomputable else None, pads) for leaf in results]
         made = tuple(filter(None, new))
         if name == _EXPERTS:
             self.experts = self.number(args[0]), self.number(results[1])
@@ -119,6 +124,8 @@ class OpRecorder(TorchDispatchMode):
         reads = tuple(dict.fromkeys(n for source in sources if (n := self.number(source)) >= 0))
         eager = self._block > 1 and not self._fused
         steps = workspace_steps(name, args, kwargs, self._deferred) if eager or name not in EAGER_ONLY else ()
+        if packet in ASSEMBLING_OPS:
+            self.assembled.update(m.number for m in made)
         if name in _TRANSFERS:
             self.transferred.update(m.number for m in made)
             self.log += [Mark(ALL_TO_ALL_BEGIN), Op(False, reads, made), Mark(ALL_TO_ALL_END)]
@@ -130,14 +137,14 @@ class OpRecorder(TorchDispatchMode):
             self._overwrites = None
             if not self._fused and len(made) == 1 and _may_overwrite(name, sources):
                 self._overwrites = len(self.log), self.number(sources[0]), _address(results[0])
-            self.log.append(Op(_is_fused(func, packet), reads, made))
+            self.log.append(Op(fused, reads, made))
 
-    def _add(self, tensor: Tensor, sources: list[Tensor] | None) -> NewStorage | None:
-        """Count a storage if it is new. `sources`: what compiled code could recompute it from."""
+    def _add(self, tensor: Tensor, sources: list[Tensor] | None, pads: bool) -> NewStorage | None:
+        """Count a storage if it is new. `sources`: what compiled code could recompute it from; `pads`: Inductor lays it out."""
         storage, key = tensor.untyped_storage(), _address(tensor)
         if key in self._sizes:
             return None
-        self._sizes[key] = size = self.size(tensor)
+        self._sizes[key] = size = self._rounded(_padded(tensor)) if pads else self.size(tensor)
         self._numbers[key] = number = self._count
         self._count += 1
         recomputable = sources is not None and not _reduces(tensor, sources)
@@ -212,6 +219,17 @@ def _tensors(tree: Any) -> list[Tensor]:
 
 def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
+
+
+def _padded(tensor: Tensor) -> int:
+    """Bytes of a tensor whose long strides are multiples of 128 bytes, as Inductor lays out its own results (`_pad_strides`)."""
+    unit = max(1, inductor_config.padding_alignment_bytes // tensor.element_size())
+    length = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if stride > inductor_config.padding_stride_threshold:
+            length = -(-length // unit) * unit
+        length *= size
+    return max(length * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
 def _may_overwrite(name: str, sources: list[Tensor]) -> bool:

@@ -26,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from forebay.estimate.events import NamedStorages, head_events, part_events
+from forebay.estimate.events import NamedStorages, cut_nearest, head_events, part_events
 from forebay.estimate.op_recorder import OpRecorder
 from forebay.estimate.routing import EvenRouting
 from forebay.estimate.state import weight_name
@@ -332,15 +332,17 @@ class TraceRun:
         size = sum(storage.size for storage in held)
         kept = tuple(dict.fromkeys(storage.number for storage in held))
         compiled = self.shape.compiled and (path in self._sublayers or path == "light")
+        log = slice(at, len(recorder.log))
         if self.shape.compiled:
             # Compiled code saves the origins instead. torch's partitioner cuts there, or where fewer bytes cross.
             origins = frozenset().union(*(storage.origins for storage in held)) - self._counted_origins
             self._counted_origins |= origins
-            size = min(size, sum(map(recorder.origin_size, origins)))
             sizes = {recorder.origin_storage(o): recorder.origin_size(o) for o in origins}
-            kept = tuple(sorted(map(recorder.origin_storage, origins))) if compiled else kept
+            if compiled:
+                recorder.log[log], sizes = cut_nearest(recorder.log[log], kept, recorder.assembled, sizes)
+                kept = tuple(sorted(sizes))
+            size = min(size, sum(sizes.values()))
         inputs = 0 if leaf is None else recorder.size(leaf)
-        log = slice(at, len(recorder.log))
         if path in self._sublayers:
             shared = self._shared_bytes(sizes, recorder.log[log], leaf)
             self.shared += shared

@@ -31,7 +31,7 @@ from forebay.moe import experts_op
 aten = torch.ops.aten
 # AOTAutograd's allow-list lacks these. Rotary embeddings contain a `cat`: queries and keys would be saved before *and* after
 # rotation. DeepSeek assembles its keys by the copies.
-_ALSO_RECOMPUTABLE = frozenset({aten.cat, aten.copy, aten.slice_scatter})
+ASSEMBLING_OPS = frozenset({aten.cat, aten.copy, aten.slice_scatter})
 # AOTAutograd traces forward and backward into one graph and cuts it where the fewest bytes cross. Three of its rules save
 # tensors that are cheap to recompute: those used far apart, at the end of long chains, or needed in memory by a backward
 # kernel (every rotated query).
@@ -129,7 +129,7 @@ def recomputable_ops() -> frozenset[Any]:
 
     They are those of graphs after decomposition: eager code has others besides, such as `aten._softmax`.
     """
-    return frozenset(get_default_op_list().recomputable_ops) | _ALSO_RECOMPUTABLE
+    return frozenset(get_default_op_list().recomputable_ops) | ASSEMBLING_OPS
 
 
 class _SaveFewTensors(CustomPartitionerFn):
@@ -143,7 +143,7 @@ class _SaveFewTensors(CustomPartitionerFn):
         for node in gm.graph.nodes:
             if node.op != "call_function" or known.is_recomputable(node):
                 continue
-            if get_aten_target(node) not in _ALSO_RECOMPUTABLE:
+            if get_aten_target(node) not in ASSEMBLING_OPS:
                 node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
         if torch._functorch.config.donated_buffer:

@@ -87,7 +87,8 @@ class Segment:
         if self._root.requires_grad:  # false before the first layer if everything there is frozen
             torch.autograd.backward(self._root, self._root.detach())
         self._given.clear()
-        caught, self._caught = self._caught, []
+        caught = list(self._caught)
+        self._caught.clear()  # the graph has this list too, and a second reference keeps autograd from adding in place
         if len(caught) != self._n_inputs:
             raise RuntimeError("a stage's outputs do not depend on its inputs, so its inputs have no gradient")
         return caught

@@ -19,6 +19,7 @@ from forebay.estimate.types import ModelTrace, OpCost, PartTrace
 _RATES: Mapping[str, str] = MappingProxyType(
     {
         "gemm": "matmul_bf16",
+        "gemm_sum": "matmul_bf16",
         "gemm_fp32": "matmul_fp32",
         "gemm_unaligned": "matmul_bf16",
         "grouped": "grouped",
@@ -31,14 +32,15 @@ _RATES: Mapping[str, str] = MappingProxyType(
 
 _LARGE = 1 << 30
 """Bytes of a kernel whose bandwidth is that of the memory alone."""
-_UNVECTORIZED = 0.37
-"""Share of a copy's bandwidth that an unvectorized kernel reaches: 1.5 of 4.0 TB/s, measured on an H200 with torch's loop from
-fp32 into bf16 (`forebay.kernels.cross_entropy.scale`)."""
+_UNVECTORIZED = 3.4
+"""Bytes whose copy takes as long as what an unvectorized kernel adds for each element that it reads or writes: 0.8 ns for 1000 on
+an H200, whatever their width. bf16 1.5 TB/s, fp32 2.5, and from fp32 into bf16 1.5 (`forebay.kernels.cross_entropy.scale`)."""
 _SKINNY = 0.4
 """Share of a copy's bandwidth that a product in fp32 with a router's few columns reaches: 1.4 to 1.9 TB/s for 16 to 32."""
 _MATRICES, _GRADIENTS, _SUMS = 0.82, 0.49, 0.73
 """Shares of a copy's bandwidth that bound experts with few rows: of `F.grouped_mm` with their matrices (3.4 TB/s), of
-`F.grouped_mm` for the matrices' gradients (2.0), and of `forebay.kernels.grouped`, which adds those to sums (3.0)."""
+`F.grouped_mm` for the matrices' gradients (2.0), and of what adds gradients to sums: `forebay.kernels.grouped` (3.0), and cuBLAS
+for a head (2.8)."""
 _REREAD = 1.6
 """Times that a matrix is read at most: the tiles of an expert with many rows share it in the cache."""
 _ADDED = 0.87
@@ -91,8 +93,8 @@ class Clock:
     """Turns costs into seconds.
 
     GEMMs and attention take the longer of FLOPs at the rate of their size and bytes at the bandwidth, or at a share of it;
-    other operations their bytes at it, or at a share; an all-to-all its bytes at the rate of their size. Gradients that are
-    added to sums in place take longer than either. Each kernel adds the gap between two.
+    other operations their bytes at it, and their loads besides; an all-to-all its bytes at the rate of their size. Gradients that
+    are added to sums in place take longer than either. Each kernel adds the gap between two.
 
     Attributes:
         ranks: that share experts; consecutive ones fill the nodes.
@@ -138,15 +140,15 @@ class Clock:
         if op.kind == "all_to_all":
             return self._all_to_all(op.bytes) + gap if op.bytes else 0.0
         moved = self.moved(op.bytes)
-        if op.kind == "pointwise":
-            return moved + gap
-        if op.kind == "unvectorized":  # what is in the cache, where small kernels are, is read element by element too
-            return moved + (1 / _UNVECTORIZED - 1) * op.bytes / self.device.at("bandwidth", _LARGE) + gap
+        if op.kind == "pointwise":  # what is in the cache, where small kernels are, is read element by element too
+            return moved + _UNVECTORIZED * op.loads / self.device.at("bandwidth", _LARGE) + gap
         rate = self.device.at("matmul_fp32" if self.wide else _RATES[op.kind], op.flops)
         computed = op.flops * op.padding / rate
         match op.kind:
             case "gemm_unaligned":
                 computed /= _UNALIGNED
+            case "gemm_sum":  # tiles are computed while sums of others are moved, but not all of the time
+                return (computed**3 + (moved / _SUMS) ** 3) ** (1 / 3) + gap
             case "gemm_fp32" if not self.wide:
                 moved /= _SKINNY
             case "grouped":

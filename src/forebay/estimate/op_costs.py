@@ -36,6 +36,15 @@ _ROUTE_KERNELS = 20
 _SPLIT = 1.3
 """Bytes that a run moves over those of one kernel, on average: Inductor splits it where reductions go over other dimensions, as
 in a norm of heads before rotary positions. Measured on the layers of run 08 of the tenth blind draw: 0.7 to 1.9 by sublayer."""
+_ROW_WAIT, _BLOCKS_WAIT, _TOPK_WAIT = 300, 10_000_000, 13_000_000
+"""Unvectorized loads that take as long as what threads of a reduced row wait for each other, the blocks that add rows, and a wave
+of `topk` with the sort of its result. On an H200 0.25 ns (32,768 rows of 64 in 10 microseconds), 8 microseconds (9 to 30 for 2 to
+21 MB), and 11 (14 for 1024 rows, 46 for 16,384), in benchmarks/results/step_kernels.json and run 19 of the eleventh draw."""
+_BLOCKS = 32
+"""Blocks that a multiprocessor holds at once."""
+_LOGIT_PASSES = 3.35
+"""Two reads and a write of each logit take as long as so many of a copy: 3.6 to 4.15 TB/s in runs of
+benchmarks/results/step_kernels.json, and 3.75 in run 19 of the eleventh blind draw."""
 
 
 class Tally:
@@ -123,10 +132,16 @@ class Tally:
             self._separate(args, kwargs, [OpCost("pointwise", 0, 2 * sum(map(_bytes, results)))])
         elif not self._fused or base in _NOT_FUSED:
             # An `out=` stands in for a kernel of Forebay's own, such as `forebay.kernels.cross_entropy.scale`.
-            slow = not self._fused and "out" not in kwargs and _is_unvectorized(base, args, sources, results)
-            kind = "unvectorized" if slow else "pointwise"
-            times = 2 if not (slow or self._fused) and _takes_twice(base, sources, results) else 1
-            self._separate(args, kwargs, [OpCost(kind, 0, times * sum(map(_bytes, (*sources, *results))))])
+            moved = sum(map(_bytes, (*sources, *results)))
+            if self._fused or "out" in kwargs:
+                cost = OpCost("pointwise", 0, moved)
+            elif _is_unvectorized(base, args, sources, results):
+                cost = _element_by_element(moved, (*sources, *results))
+            else:
+                cost = OpCost("pointwise", 0, moved * (2 if _takes_twice(base, sources, results) else 1))
+            if waits := _waits(base, args, sources, results):
+                cost = replace(cost, loads=cost.loads + waits)
+            self._separate(args, kwargs, [cost])
         else:
             self._kernels = 1
             if base in _ROW_PASSES:
@@ -139,8 +154,8 @@ class Tally:
                 self._unwritten[_key(tensor)] = _bytes(tensor)
 
     def _row_pass(self, rows: Tensor) -> None:
-        kind = "unvectorized" if _is_unaligned(rows) else "pointwise"
-        self._passes.append(OpCost(kind, 0, _ROW_PASS_BYTES * rows.numel(), 0))
+        moved = _ROW_PASS_BYTES * rows.numel()
+        self._passes.append(OpCost("pointwise", 0, moved, 0, loads=moved // 2 if _is_unaligned(rows) else 0))
 
     def _read_in_run(self, tensor: Tensor) -> None:
         key = _key(tensor)
@@ -231,12 +246,17 @@ _EXPONENTIALS = 200
 """Columns of a head that take as long as a pair's exponential: heads of 64 take 0.73 of the time of heads of 128, for which rates
 are measured."""
 
+_LAST, _MEASURED = 0.65, 1.08
+"""Causal attention ends later than if all multiprocessors had equal work: by 0.65 of its longest tile's time, in a simulation of
+blocks that are taken in turn. For the shape whose rates are measured (2 x 32 heads, 4096 tokens) that is a factor of 1.08. Of 13
+shapes in benchmarks/results/step_kernels.json, 10 forwards are within 10 %, three 17 to 40 % short; backwards are 15 to 20 %."""
+
 
 def _attention_padding(query: Tensor, value: Tensor, causal: bool) -> float:
     """What attention takes in whole tiles and exponentials, over what its FLOPs would take with heads of 128.
 
-    A multiprocessor takes 128 queries of a head, the longest first: with few heads all wait for the longest one.
-    Query is [B, H, S, D], value [B, H, T, V].
+    A multiprocessor takes 128 queries of a head, the shortest of each head first: the last one begins when most are done, and all
+    wait for it (`_LAST`). Query is [B, H, S, D], value [B, H, T, V].
     """
     batch, heads, length, width = query.shape
     rows, keys = -(-length // _TILE), -(-value.shape[2] // _TILE)
@@ -244,7 +264,9 @@ def _attention_padding(query: Tensor, value: Tensor, causal: bool) -> float:
     pairs = batch * heads * length * value.shape[2] / (2 if causal else 1)
     padded = sum(-(-n // _WIDTH) * _WIDTH for n in (width, value.shape[3]))
     columns = (padded + _EXPONENTIALS) * 256 / (256 + _EXPONENTIALS)
-    return columns / (width + value.shape[3]) * max(tiles, MULTIPROCESSORS * keys) * _TILE**2 / pairs
+    longest = MULTIPROCESSORS * keys
+    taken = max(longest, tiles + _LAST * longest) / _MEASURED
+    return columns / (width + value.shape[3]) * taken * _TILE**2 / pairs
 
 
 def _is_unaligned(matrix: Tensor) -> bool:
@@ -264,14 +286,35 @@ def _is_unvectorized(base: str, args: Any, sources: list[Tensor], results: list[
     if base in _UNVECTORIZED:
         return True
     if base in _REDUCTIONS:  # vectorized along rows, as in norms, but not over rows
-        dims = args[1] if len(args) > 1 and isinstance(args[1], (list, tuple)) else ()
-        last = sources[0].dim() - 1
-        over = bool(dims) and all(dim % (last + 1) != last for dim in dims)
-        return over or not sources[0].is_contiguous()
+        return _adds_rows(args, sources[0]) or not sources[0].is_contiguous()
     tensors = [t for t in (*sources, *results) if t.numel() > 1]
     if base not in _CONVERSIONS and len({t.dtype for t in tensors if t.is_floating_point()}) > 1:
         return True
     return len({(t.shape, t.stride()) for t in tensors}) > 1 or any(_has_gaps(t) for t in tensors)
+
+
+def _adds_rows(args: Any, source: Tensor) -> bool:
+    """Whether a reduction leaves the last dimension."""
+    dims = args[1] if len(args) > 1 and isinstance(args[1], (list, tuple)) else ()
+    return bool(dims) and all(dim % source.dim() != source.dim() - 1 for dim in dims)
+
+
+def _waits(base: str, args: Any, sources: list[Tensor], results: list[Tensor]) -> int:
+    """What threads of a kernel wait for each other, in loads of an unvectorized one: for each row that is reduced, where rows are
+    added, and in each wave of a `topk`, whose blocks take a row each."""
+    if base == "topk":
+        rows = sources[0].numel() // sources[0].shape[-1]
+        return -(-rows // (_BLOCKS * MULTIPROCESSORS)) * _TOPK_WAIT
+    if base not in _REDUCTIONS:
+        return 0
+    return _BLOCKS_WAIT if _adds_rows(args, sources[0]) else _ROW_WAIT * results[0].numel()
+
+
+def _element_by_element(moved: int, tensors: Iterable[Tensor]) -> OpCost:
+    """A kernel that reads and writes `moved` bytes, one element at a time. A wider element of two dtypes is converted as well,
+    which takes as long as another load."""
+    sizes = [t.element_size() for t in tensors if t.is_floating_point() and t.numel() > 1]
+    return OpCost("pointwise", 0, moved, loads=moved // min(sizes, default=2))
 
 
 def _takes_twice(base: str, sources: list[Tensor], results: list[Tensor]) -> bool:
@@ -380,17 +423,17 @@ def _weight_backward(tally: Tally, tokens: Tensor, rows: Tensor, order: Tensor, 
 def _cross_entropy(
     tally: Tally, hidden: Tensor, weight: Tensor, bias: Any, targets: Tensor, ignore: int, chunk: int, needs: Any
 ) -> list[OpCost]:
-    """Logits, and the gradients of hidden states and weight, chunk by chunk. Besides its GEMMs each logit is read and written in
-    place, and moved once more."""
+    """Logits, and the gradients of hidden states and weight, chunk by chunk. Besides its GEMMs each logit is read twice and
+    written in place (`_LOGIT_PASSES`). Each chunk adds its gradient of the weight to an fp32 sum that the first one writes."""
     need_hidden, need_weight, _ = needs
     (tokens, width), vocabulary, size = hidden.shape, weight.shape[0], hidden.element_size()
-    one = 2 * tokens * width * vocabulary
     chunks = -(-tokens // max(chunk, 1))
-    logits = _moved(3 * tokens * vocabulary, size=size, kernels=chunks)
-    product = OpCost(
-        "gemm", one // chunks, size * (tokens * vocabulary + tokens * width + chunks * vocabulary * width) // chunks
-    )
-    return [*[product] * chunks * (1 + bool(need_hidden) + bool(need_weight)), logits]
+    flops, inputs = 2 * tokens * width * vocabulary // chunks, size * tokens * (vocabulary + width) // chunks
+    logits = _moved(round(_LOGIT_PASSES * tokens * vocabulary), size=size, kernels=3 * chunks)  # with the sum of losses
+    product = OpCost("gemm", flops, inputs + size * vocabulary * width)
+    sums = 4 * vocabulary * width * (2 * chunks - 1) // chunks
+    weights = [OpCost("gemm_sum", flops, inputs + sums)] * bool(need_weight)
+    return [*([product] * (1 + bool(need_hidden)) + weights) * chunks, logits]
 
 
 def _grouped_mm(tally: Tally, left: Tensor, right: Tensor, offs: Tensor, *_: Any, **__: Any) -> list[OpCost]:

@@ -165,15 +165,16 @@ class OpCost:
     """What one operation, or one fused run of operations, asks of a GPU; see `forebay.estimate.op_costs`.
 
     Attributes:
-        kind: "gemm", "gemm_fp32" (of a router, mostly), "gemm_unaligned" (rows do not begin at multiples of 16 bytes), "grouped"
-            (experts), "grouped_weights" (their weight gradients), "attention", "attention_backward", "pointwise" (moves memory
-            only), "unvectorized" (the same, element by element), or "all_to_all".
+        kind: "gemm", "gemm_fp32" (of a router, mostly), "gemm_sum" (a weight's gradient, added to a sum in fp32),
+            "gemm_unaligned" (rows do not begin at multiples of 16 bytes), "grouped" (experts), "grouped_weights" (their weight
+            gradients), "attention", "attention_backward", "pointwise" (moves memory only), or "all_to_all".
         flops: that are really made: under a causal mask, half of attention's pairs.
         bytes: read from and written to device memory; for an all-to-all, those that leave the GPU.
         launches: kernels.
         padding: what is computed besides, because kernels compute whole tiles, as a multiple of `flops`: 1 for none.
         matrices: those of the bytes that are experts' matrices.
         tiles: rows of tiles of an expert, each of which reads its matrix, from the cache where tiles run at once.
+        loads: elements that an unvectorized pointwise kernel reads and writes one by one; also waits that take as long.
     """
 
     kind: str
@@ -183,6 +184,7 @@ class OpCost:
     padding: float = 1.0
     matrices: int = 0
     tiles: float = 1.0
+    loads: int = 0
 
 
 @dataclass(frozen=True)

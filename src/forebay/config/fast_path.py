@@ -190,12 +190,11 @@ def _local_obstacles(c: Config, facts: Facts) -> Iterator[str]:
     """Why a run without expert groups and pipeline is not among those that ran in a graph."""
     if facts.processes > 1:
         yield f"steps of several processes that share no experts and no layers did not run in a graph; {_BESIDE}"
-    if c.parallel.reshard is True:
-        yield f"parallel.reshard = true did not run in a graph on one GPU; {_BESIDE}"
     yield from _model_obstacles(c, facts, _LOCAL_FAMILIES, "one GPU")
-    if facts.gathered > MOST_GATHERED:
+    if facts.gathered > MOST_GATHERED and c.parallel.reshard is not True:
         size = f"{facts.gathered / 2**30:.1f} GiB"
-        yield f"its weights in {c.model.compute}, gathered for whole steps, would take {size} more; {_BESIDE}"
+        what = f"its weights in {c.model.compute}, gathered for whole steps, would take {size} more"
+        yield f"{what}, and those of experts do not with parallel.reshard = true; {_BESIDE}"
     microbatches = c.train.batch // c.microbatch(1)
     nodes = GRAPH_NODES * facts.layers * microbatches
     if nodes > MOST_NODES:

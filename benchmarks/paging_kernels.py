@@ -30,7 +30,7 @@ from torch import Tensor
 import forebay
 from forebay.kernels.paging import HEAD, SHORT, Arena, PageTable, all_free, give_pages, restore, stash, take_pages
 from forebay.kernels.swiglu import Glu, swiglu_backward, swiglu_forward
-from forebay.memory.host_store import HostPool
+from forebay.memory.host_pool import HostPool
 from forebay.moe.experts import experts
 from forebay.moe.routing import route
 

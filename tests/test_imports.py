@@ -220,7 +220,7 @@ def test_what_is_imported_late() -> None:
         (1, "pipeline.partition", "from forebay.memory import host_store"),
         (1, "policy", "from .kernels import swiglu"),
         (0, "estimate.layers", "from forebay.pipeline import partition"),
-        (0, "memory.hooks", "from forebay.memory.host_store import Ticket\nfrom . import regions\nimport torch"),
+        (0, "memory.hooks", "from forebay.memory.host_ticket import Ticket\nfrom . import regions\nimport torch"),
     ],
 )
 def test_a_wrong_import_is_found(wrong: int, module: str, source: str) -> None:

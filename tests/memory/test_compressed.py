@@ -11,7 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 import forebay
 from forebay.kernels.row_fp8 import encoded_width
-from forebay.memory.host_store import CopyDone, HostStore, Traffic
+from forebay.memory.copy_lanes import CopyDone
+from forebay.memory.host_store import HostStore, Traffic
 from forebay.memory.storage import compress, expand, holds_rows
 from tests.helpers import used_bytes
 from tests.memory.networks import manage, same

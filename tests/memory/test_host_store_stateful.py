@@ -21,11 +21,15 @@ import torch
 from hypothesis import Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-from forebay.memory import host_store
-from forebay.memory.host_store import HostBlock, HostPool, HostStore, Ticket, TicketState
+from forebay.memory import copy_lanes, host_pool, host_store, host_ticket
+from forebay.memory.host_pool import HostBlock, HostPool
+from forebay.memory.host_store import HostStore
+from forebay.memory.host_ticket import Ticket, TicketState
 from tests.helpers import sent, used_bytes
 
-SOURCE = inspect.getsource(host_store)
+MODULES = (copy_lanes, host_pool, host_store, host_ticket)
+SOURCE = "".join(map(inspect.getsource, MODULES))
+FILES = {module.__file__ for module in MODULES}
 SIZES = (1, 512, 700, 1024, 1500, 2000, 3000, 5000)
 WITH_BLOCK = (TicketState.LEAVING, TicketState.ON_HOST, TicketState.RETURNING)
 
@@ -95,7 +99,7 @@ def injected(at: int, what: Callable[[], None], function: str = "") -> Iterator[
 
     def enter(frame: FrameType, event: str, _: Any) -> Any:
         code = frame.f_code
-        if done or code.co_filename != host_store.__file__ or function not in ("", code.co_name):
+        if done or code.co_filename not in FILES or function not in ("", code.co_name):
             return None
         frame.f_trace_opcodes = True
         return local
@@ -174,7 +178,7 @@ class Stores(RuleBasedStateMachine):
         assert all(h.ticket.state is not TicketState.UNSENT for h in chosen)
 
     @precondition(lambda self: self.held)
-    @rule(which=some, death=deaths("release", "_guard_block", "advance"))
+    @rule(which=some, death=deaths("release", "guard_block", "advance"))
     def release(self, which: list[int], death: Death) -> None:
         chosen = self.pick(which)
         self.attacked(death, lambda: [self.store.release(h.ticket) for h in chosen], chosen)

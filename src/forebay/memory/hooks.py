@@ -27,7 +27,8 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from forebay.memory.autotune import Autotuner, TuneState
-from forebay.memory.host_store import HostStore, Ticket, TicketState
+from forebay.memory.host_store import HostStore
+from forebay.memory.host_ticket import Ticket, TicketState
 from forebay.memory.overrides import CallSite
 from forebay.memory.recompute import recomputed
 from forebay.memory.recorder import TimelineRecorder

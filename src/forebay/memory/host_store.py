@@ -1,534 +1,30 @@
-"""HostStore: saved tensors in host memory, the tickets that stand for them, and the streams that copy them.
+"""HostStore: moves saved tensors to host memory and back, and measures the traffic.
 
 Input: the uint8 view of a device storage. Output: a `Ticket`, which the autograd graph owns; when it dies, its block returns to
-the `HostPool`. On a GPU the host memory is page-locked, copies run on two streams, and CUDA events order them: nothing calls
-``record_stream``, which would release memory at an unknown time. On a CPU a copy is complete when `send` returns. The store keeps
-no strong reference to a ticket. A ticket may die at any time and in any thread, also in a garbage collection
-within a call of the store or the pool: its death only enqueues waits and appends to a deque. Bytes that may be rounded are
-compressed on the device when they leave it and expanded there when they are read (`forebay.memory.storage.compress`).
+the `HostPool`. The store owns the streams (`CopyLanes`) and the pool, and no ticket: it has weak references only, and a ticket
+may die at any time and in any thread, also within a call of the store. On a CPU a copy is complete when `send` returns.
 """
 
-import enum
-import resource
-import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, wraps
 from typing import Any
 
 import torch
 
-from forebay.kernels.flags import Flag, Flags
 from forebay.kernels.launch import memory_rate
-from forebay.memory.storage import compress, expand
+from forebay.memory.copy_lanes import Copy, CopyDone, CopyLanes, on_stream
+from forebay.memory.host_pool import HostPool
+from forebay.memory.host_ticket import Ticket, TicketState
 
-CudaEvents = tuple[torch.cuda.Event, torch.cuda.Event]
-Copy = tuple[torch.Tensor, torch.Tensor]  # source, target
-
-
-class _SyncEpoch:
-    """The copies enqueued between two calls of `CopyLanes.synchronize`."""
-
-    done = False  # the host has waited for all of them
-
-
-@dataclass(eq=False, slots=True)
-class CopyDone:
-    """The end of copies that were enqueued together.
-
-    Attributes:
-        pair: (start, end) CUDA events; None on a CPU, where the copies are complete.
-        epoch: of the copies. Once it is done, nothing waits for them.
-        spare: the list that gets the CUDA events back when this object dies.
-        clock: (start, end) CUDA events that time the copies; None: not timed.
-        flag: set at the end of copies in a CUDA graph.
-        waiting: streams that wait for the copies already.
-    """
-
-    pair: CudaEvents | None
-    epoch: _SyncEpoch | None = None
-    spare: list[CudaEvents] | None = None
-    clock: CudaEvents | None = None
-    flag: Flag | None = None
-    waiting: list[Any] = field(default_factory=list)
-
-    def __del__(self) -> None:
-        # CUDA events may be recorded again while a stream has yet to reach its wait: a wait is for what was recorded when it
-        # was enqueued.
-        if self.pair is not None and self.spare is not None:
-            self.spare.append(self.pair)
-
-    def block(self, stream: Any) -> None:
-        """Make `stream` (a CUDA stream, or None on a CPU) wait for the copies. The host does not wait."""
-        if self.pair is not None and stream not in self.waiting and not self.is_done:
-            if self.flag is not None:
-                self.flag.block(stream)
-            else:
-                stream.wait_event(self.pair[1])
-            self.waiting.append(stream)
-
-    @property
-    def is_done(self) -> bool:
-        """Whether the host has waited for the copies; False where it does not know."""
-        return self.pair is None or (self.epoch is not None and self.epoch.done)
-
-    def synchronize(self) -> None:
-        """Wait on the host for the copies."""
-        if self.pair is not None and not self.is_done:
-            self.pair[1].synchronize()
-
-    def milliseconds(self) -> float | None:
-        """Time the copies took; None if they were not timed. Waits for them on the host: call it outside a step."""
-        if self.clock is None:
-            return None
-        self.clock[1].synchronize()
-        return self.clock[0].elapsed_time(self.clock[1])
-
-
-class CopyLanes:
-    """One stream for copies to the host and one for copies back; both None on a CPU.
-
-    Attributes:
-        time_captured: time the copies that a CUDA graph captures, at two nodes more a copy.
-        flags: how streams within a CUDA graph wait for copies.
-    """
-
-    def __init__(self, device: torch.device):
-        if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())
-        self.device = device
-        on_gpu = device.type == "cuda"
-        self.out_stream: torch.cuda.Stream | None = torch.cuda.Stream(device) if on_gpu else None
-        self.back_stream: torch.cuda.Stream | None = torch.cuda.Stream(device) if on_gpu else None
-        self._ready = torch.cuda.Event() if on_gpu else None
-        self._spare: list[CudaEvents] = []
-        self._epoch = _SyncEpoch()
-        self.time_captured = False
-        self.flags = Flags(device)
-        self._captured_events: list[torch.cuda.Event] = []
-
-    def compute_stream(self) -> Any:
-        """The current stream of the device, or None on a CPU.
-
-        Trap: inside ``with torch.cuda.stream(side)`` this is the side stream, and a copy that waits for it is not ordered after
-        the computation. Ask once, when the region is entered, and pass the answer along.
-        """
-        return torch.cuda.current_stream(self.device) if self.device.type == "cuda" else None
-
-    def other_stream(self, compute: Any) -> Any:
-        """The current stream if it is not `compute`; else None, as on a CPU."""
-        # Raw handles: this runs for each saved tensor, and making a torch.cuda.Stream takes ten times as long.
-        if self.device.type != "cuda" or torch._C._cuda_getCurrentRawStream(self.device.index) == compute.cuda_stream:
-            return None
-        return torch.cuda.current_stream(self.device)
-
-    def copy_out(
-        self, copies: Sequence[Copy], compute: Any, after: Iterable[CopyDone], others: Iterable[Any] = ()
-    ) -> CopyDone:
-        """Copy device bytes to the host, after the present work of `compute` and of the streams `others`, and after each of
-        `after`."""
-        if self.out_stream is not None:
-            for other in others:
-                self.out_stream.wait_stream(other)
-        return self._copy(self.out_stream, (copies,), compute, after)[0]
-
-    def copy_back(self, batches: Sequence[Sequence[Copy]], compute: Any) -> list[CopyDone]:
-        """Copy host bytes to the device, one batch after the other; each has its own end.
-
-        The copies wait for the present work of `compute`, on which the targets were allocated: earlier kernels may still use
-        that memory. So they also wait for every copy out that `compute` waits for.
-        """
-        return self._copy(self.back_stream, batches, compute, ())
-
-    def begin_capture(self, timed: bool) -> None:
-        """A CUDA graph is about to be captured, and the last one is gone."""
-        self.time_captured = timed
-        self._captured_events.clear()
-        self.flags.begin()  # those of this graph: they stay until the next one
-
-    def captured_event(self) -> torch.cuda.Event:
-        """A CUDA event that a graph records at each replay; between replays the host can ask for its time.
-
-        Trap: an event that is dropped before its graph ends the process at the next replay, or lets it hang. A capture may hold
-        several of the manager's steps, which forget theirs, so all are kept here until the next capture.
-        """
-        event = torch.cuda.Event(enable_timing=True, external=True)
-        self._captured_events.append(event)
-        return event
-
-    def join(self) -> None:
-        """Make the current stream wait for both lanes, if they are part of a capture. Every side stream must be joined before
-        a capture ends."""
-        current = self.compute_stream()
-        for lane in (self.out_stream, self.back_stream):
-            if lane is not None:
-                with torch.cuda.stream(lane):
-                    captured = _is_capturing()
-                if captured:
-                    current.wait_stream(lane)
-
-    def synchronize(self) -> None:
-        """Wait on the host for both lanes. From then on no stream waits for a copy that was enqueued before: a CUDA event of a
-        capture cannot be waited for outside of it, nor one from outside within it."""
-        for stream in (self.out_stream, self.back_stream):
-            if stream is not None:
-                stream.synchronize()
-        self._epoch.done = True
-        self._epoch = _SyncEpoch()
-
-    def _copy(
-        self, lane: Any, batches: Sequence[Sequence[Copy]], compute: Any, after: Iterable[CopyDone]
-    ) -> list[CopyDone]:
-        if lane is None:
-            for copies in batches:
-                for source, target in copies:
-                    target.copy_(source)
-            return [CopyDone(None) for _ in batches]
-        assert self._ready is not None
-        flags = self._flags_for(batches, compute)
-        self._ready.record(compute)
-        lane.wait_event(self._ready)
-        for earlier in after:
-            earlier.block(lane)
-        with torch.cuda.stream(lane):
-            captured = _is_capturing()
-            return [self._enqueue(lane, copies, flag, captured) for copies, flag in zip(batches, flags, strict=True)]
-
-    def _enqueue(self, lane: Any, copies: Sequence[Copy], flag: Flag | None, captured: bool) -> CopyDone:
-        """One batch, on `lane`, which is the current stream."""
-        pair = self._spare.pop() if self._spare else (_timed_event(), _timed_event())
-        clock: CudaEvents | None = pair
-        if captured:
-            clock = (self.captured_event(), self.captured_event()) if self.time_captured else None
-        start, end = clock or pair
-        start.record(lane)
-        for source, target in copies:
-            target.copy_(source, non_blocking=True)
-        end.record(lane)
-        if end is not pair[1]:
-            pair[1].record(lane)  # an external event tells the time and does not order anything within its graph
-        if flag is not None:
-            flag.set(lane)
-        return CopyDone(pair, self._epoch, self._spare, clock, flag)
-
-    def _flags_for(self, batches: Sequence[Any], compute: Any) -> Sequence[Flag | None]:
-        if not _is_capturing():
-            return [None] * len(batches)
-        with torch.cuda.stream(compute):
-            return [self.flags.take() for _ in batches]
-
-
-def _timed_event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)
-
-
-def _is_capturing() -> bool:
-    """Whether the current stream is part of a CUDA graph that is being captured."""
-    return torch.backends.cuda.is_built() and torch.cuda.is_current_stream_capturing()
-
-
-def on_stream(stream: Any) -> Any:
-    """Context in which allocations and kernels belong to `stream`; does nothing for None (a CPU)."""
-    return torch.cuda.stream(stream) if stream is not None else nullcontext()
-
-
-class TicketState(enum.Enum):
-    """Where a ticket's bytes are. These are the only transitions:
-
-    ``UNSENT`` -> ``LEAVING`` (copy out enqueued) -> ``ON_HOST`` (device memory dropped) -> ``RETURNING`` (copy back enqueued) ->
-    ``ON_DEVICE``; and ``UNSENT`` or ``LEAVING`` -> ``ON_DEVICE``, where the bytes never left: backward came first, or another
-    engine (FSDP) emptied the storage and fills it again itself.
-    """
-
-    UNSENT = "unsent"
-    LEAVING = "leaving"
-    ON_HOST = "on_host"
-    RETURNING = "returning"
-    ON_DEVICE = "on_device"
-
-    __hash__ = object.__hash__  # members are singletons, and Enum's own hash is a slow call to Python
-
-
-_TRANSITIONS = frozenset(
-    {
-        (TicketState.UNSENT, TicketState.LEAVING),
-        (TicketState.UNSENT, TicketState.ON_DEVICE),
-        (TicketState.LEAVING, TicketState.ON_HOST),
-        (TicketState.LEAVING, TicketState.ON_DEVICE),
-        (TicketState.ON_HOST, TicketState.RETURNING),
-        (TicketState.RETURNING, TicketState.ON_DEVICE),
-    }
-)
-
-
-class Ticket:
-    """The bytes of one storage, in the care of a `HostStore`. The autograd graph owns it; its death frees the bytes.
-
-    Attributes:
-        nbytes: size of the storage.
-        rounds: the bytes may be compressed on their way out; then a view in another dtype does not come back.
-        compressed: they were, and are not expanded yet.
-        state: where the bytes are; changed only through `advance`.
-        device_bytes: the uint8 device tensor, compressed or not, or None; until the ticket leaves, a view of the saved storage.
-        compute: the stream that made the bytes and reads them again; None on a CPU.
-        others: further streams that saved the storage or read it.
-        out, back: the last copy out and the last copy back.
-        address: data pointer of the bytes when they were sent.
-    """
-
-    __slots__ = (
-        *("__weakref__", "address", "back", "compressed", "compute", "device_bytes", "nbytes"),
-        *("others", "out", "host_block", "rounds", "state", "store"),
-    )
-
-    def __init__(self, store: "HostStore", device_bytes: torch.Tensor, compute: Any, rounds: bool):
-        self.store = store
-        self.nbytes = device_bytes.numel()
-        self.rounds, self.compressed = rounds, False
-        self.device_bytes: torch.Tensor | None = device_bytes
-        self.state = TicketState.UNSENT
-        self.host_block: HostBlock | None = None
-        self.out: CopyDone | None = None
-        self.back: CopyDone | None = None
-        self.compute = compute
-        self.others: tuple[Any, ...] = ()
-        self.address = 0
-
-    @property
-    def host_bytes(self) -> int:
-        """Bytes that were copied to the host, or would be uncompressed."""
-        return self.host_block.bytes_.numel() if self.host_block is not None else self.nbytes
-
-    def advance(self, to: TicketState) -> None:
-        """Go to another state.
-
-        Raises:
-            RuntimeError: there is no such transition.
-        """
-        if (self.state, to) not in _TRANSITIONS:
-            raise RuntimeError(f"a ticket cannot go from {self.state.value} to {to.value}")
-        self.state = to
-
-    def __del__(self, ending: Any = sys.is_finalizing) -> None:
-        if not ending():
-            self.store._ticket_died(self)
-
-
-_ALIGN = 512  # bytes; keeps views of every dtype aligned, and is the device allocator's rounding
-_SMALL_SLAB = 64 << 20  # bytes; smaller page-locked blocks share slabs of this size
-# What cudaHostRegister returns. torch knows only the texts, and that of 2 is "out of memory" for a limit as well.
-_CUDA_ERRORS: Mapping[int, str] = {
-    1: "cudaErrorInvalidValue",
-    2: "cudaErrorMemoryAllocation",
-    304: "cudaErrorOperatingSystem",
-    712: "cudaErrorHostMemoryAlreadyRegistered",
-    801: "cudaErrorNotSupported",
-}
-
-
-@dataclass(eq=False, slots=True)
-class HostBlock:
-    """A piece of a slab.
-
-    Attributes:
-        bytes_: uint8, of exactly the size asked for.
-        length: bytes it takes of the slab, rounded up.
-        last_read: the last copy from here. Trap: a copy that writes here must wait for it, because a block comes back while
-            copies from it are only enqueued.
-    """
-
-    bytes_: torch.Tensor
-    slab: "_Slab"
-    start: int
-    length: int
-    last_read: CopyDone | None = None
+_KEPT_COPIES = 4096  # the last copies of each direction, whose rate is measured
+_SWEEP_TICKETS = 256  # references to dead tickets that a store may keep, beside as many as are alive
 
 
 @dataclass(eq=False)
-class _Slab:
-    """One registered piece of host memory. All readers share one stream and all writers another, so the last copy of each kind
-    ends after all others of its kind."""
-
-    memory: torch.Tensor
-    pinned: bool
-    holes: list[tuple[int, int]] = field(default_factory=list)  # (start, length), sorted, never adjacent
-    last_read: CopyDone | None = None
-    last_written: CopyDone | None = None
-    in_pool: bool = True
-    used: bool = True  # since the pool's `reset_stats`
-
-    @property
-    def idle(self) -> bool:
-        return self.holes == [(0, self.memory.numel())]
-
-    def take(self, hole: int, length: int) -> int:
-        start, room = self.holes[hole]
-        if room == length:
-            del self.holes[hole]
-        else:
-            self.holes[hole] = (start + length, room - length)
-        return start
-
-    def give(self, start: int, length: int) -> None:
-        self.holes.append((start, length))
-        self.holes.sort()
-        merged: list[tuple[int, int]] = []
-        for begin, size in self.holes:
-            if merged and sum(merged[-1]) == begin:
-                merged[-1] = (merged[-1][0], merged[-1][1] + size)
-            else:
-                merged.append((begin, size))
-        self.holes = merged
-
-    def __del__(self, ending: Any = sys.is_finalizing) -> None:
-        if not self.pinned or ending():
-            return
-        try:
-            # Trap: memory that is unregistered while a copy uses it is lost to that copy.
-            for copy in (self.last_read, self.last_written):
-                if copy is not None:
-                    copy.synchronize()
-        finally:
-            torch.cuda.cudart().cudaHostUnregister(self.memory.data_ptr())
-
-
-class HostPool:
-    """Slabs of host memory, and blocks of exact size cut from them.
-
-    ``torch.empty(pin_memory=True)`` is not used: the caching host allocator rounds each block up to a power of two, up to twice
-    the bytes. Here ordinary memory is registered with ``cudaHostRegister``. That takes about 0.32 s a GiB, so it happens in the
-    first step only: blocks go out again as they came back, and become holes for other sizes only if none fits.
-
-    Args:
-        pin: page-lock the slabs (needs CUDA).
-        small_slab: page-locked blocks smaller than this share slabs of this many bytes; 0: a slab for each new block.
-    """
-
-    def __init__(self, pin: bool, small_slab: int = _SMALL_SLAB):
-        self._pin = pin
-        self._small_slab = small_slab if pin else 0
-        self._slabs: list[_Slab] = []
-        # Blocks that are free, by length. A step asks for the same sizes again, thousands of them in a pipeline: searching all
-        # holes each time, or keeping them merged, would take the host longer than the device computes.
-        self._free: dict[int, list[HostBlock]] = {}
-        self._returned: deque[HostBlock] = deque()  # since the last call: `give` may run in the middle of any other
-
-    @property
-    def reserved_bytes(self) -> int:
-        """Bytes of all slabs."""
-        return sum(slab.memory.numel() for slab in self._slabs)
-
-    def take(self, nbytes: int) -> HostBlock:
-        """A block of `nbytes`: a free one of that length, else from the smallest hole that fits, else from a new slab.
-
-        Raises:
-            MemoryError: the host cannot allocate or page-lock that much.
-        """
-        self._collect_returned()
-        length = -(-nbytes // _ALIGN) * _ALIGN
-        free = self._free.get(length)
-        if free:
-            block = free.pop()
-            block.slab.used = True
-            if block.bytes_.numel() == nbytes:
-                return block
-            return self._cut(block.slab, block.start, length, nbytes, block.last_read)
-        self._merge_free()
-        best = min(
-            ((room, slab, i) for slab in self._slabs for i, (_, room) in enumerate(slab.holes) if room >= length),
-            key=lambda found: found[0],
-            default=None,
-        )
-        if best is None:
-            slab, hole = self._grow(max(length, self._small_slab)), 0
-        else:
-            _, slab, hole = best
-        slab.used = True
-        return self._cut(slab, slab.take(hole, length), length, nbytes, slab.last_read)
-
-    def give(self, block: HostBlock) -> None:
-        """Return a block, from any thread and in the middle of any other call. A copy from it may still run."""
-        if block.slab.in_pool:  # else the block dies here, and the last one takes its slab along
-            self._returned.append(block)
-
-    def reset_stats(self) -> None:
-        """Start anew to note which slabs are used, for `trim`."""
-        for slab in self._slabs:
-            slab.used = False
-
-    def trim(self) -> None:
-        """Free the slabs without a block that is out, now or since `reset_stats`. The host waits for their copies."""
-        self._merge_free()
-        for slab in self._slabs:
-            slab.in_pool = not slab.idle or slab.used
-        self._slabs = [slab for slab in self._slabs if slab.in_pool]
-
-    def close(self) -> None:
-        """Free every slab; one that has blocks out lives on until the last of them dies."""
-        for slab in self._slabs:
-            slab.in_pool = False
-        self._slabs.clear()
-        self._free.clear()
-        self._returned.clear()
-
-    def _cut(self, slab: _Slab, start: int, length: int, nbytes: int, last_read: CopyDone | None) -> HostBlock:
-        return HostBlock(slab.memory[start : start + nbytes], slab, start, length, last_read)
-
-    def _collect_returned(self) -> None:
-        while self._returned:
-            block = self._returned.popleft()
-            if block.slab.in_pool:
-                self._free.setdefault(block.length, []).append(block)
-
-    def _merge_free(self) -> None:
-        """Turn the free blocks into holes."""
-        self._collect_returned()
-        for blocks in self._free.values():
-            for block in blocks:
-                block.slab.give(block.start, block.length)
-        self._free.clear()
-
-    def _grow(self, size: int) -> _Slab:
-        try:
-            memory = torch.empty(size, dtype=torch.uint8, device="cpu")  # whatever the default device is
-        except RuntimeError as error:
-            raise MemoryError(
-                f"cannot allocate {size} bytes of host memory for offloaded activations; this pool already holds "
-                f"{self.reserved_bytes} bytes. Offload less: fewer regions, or a larger device budget"
-            ) from error
-        if self._pin:
-            code = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size, 0))
-            if code != 0:
-                _clear_cuda_error()
-                raise MemoryError(
-                    f"cannot page-lock {size} bytes of host memory for offloaded activations: cudaHostRegister "
-                    f"returned {_CUDA_ERRORS.get(code, 'error')} ({code}). This pool already holds {self.reserved_bytes} bytes; "
-                    f"{_locked_limit()}. Raise the limit (`ulimit -l unlimited`; for a container `--ulimit memlock=-1`, and "
-                    "enough memory), or offload less: fewer regions, or a larger device budget"
-                )
-        slab = _Slab(memory, self._pin, [(0, size)])
-        self._slabs.append(slab)
-        return slab
-
-
-def _locked_limit() -> str:
-    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
-    if limit == resource.RLIM_INFINITY:
-        return "`ulimit -l` sets no limit here, so it is the container's or the machine's"
-    return f"`ulimit -l` limits locked memory to {limit} bytes"
-
-
-def _clear_cuda_error() -> None:
-    """Clear the error of a refused call; the next kernel launch would report it as its own."""
-    if torch.cuda.is_available():
-        with suppress(RuntimeError):
-            torch.zeros(1, device="cuda")
-
-
 class Traffic:
     """Copies in one direction since `reset_stats`.
 
@@ -537,9 +33,9 @@ class Traffic:
         copies: the storages' bytes, and the end of their copy.
     """
 
-    def __init__(self) -> None:
-        self.nbytes = self.copied = 0
-        self.copies: deque[tuple[int, CopyDone]] = deque(maxlen=4096)
+    nbytes: int = 0
+    copied: int = 0
+    copies: deque[tuple[int, CopyDone]] = field(default_factory=lambda: deque(maxlen=_KEPT_COPIES))
 
     def add(self, nbytes: int, copied: int, done: CopyDone) -> None:
         self.nbytes += nbytes
@@ -579,11 +75,8 @@ def _locked(method: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
-_SWEEP_TICKETS = 256  # references to dead tickets that a store may keep, beside as many as are alive
-
-
 class HostStore:
-    """Offloaded bytes of one device. Owns its streams and its pool; the graph owns the tickets, which it knows weakly.
+    """Offloaded bytes of one device. Owns its streams and its pool; the graph owns the tickets, which the store knows weakly.
 
     Streams are ordered by CUDA events, without ``record_stream``:
 
@@ -594,7 +87,7 @@ class HostStore:
     * `fetch` allocates on the compute stream, and the copy back waits for the compute stream as of then.
     * `wait` makes the compute stream, and the current one if it is another, wait for the copy back.
     * Before a device block returns to its allocator, the streams that may get it next wait for each copy that uses it
-      (`_guard_block`).
+      (`Ticket.guard_block`).
     """
 
     def __init__(self, device: torch.device):
@@ -621,10 +114,9 @@ class HostStore:
             compute: the stream that made the bytes and reads them again; None on a CPU.
             rounds: compress them on their way; see `forebay.memory.storage.holds_rows`.
         """
-        ticket = Ticket(self, device_bytes, compute, rounds)
         other = self.lanes.other_stream(compute)
-        if other is not None:
-            ticket.others = (other,)
+        others = () if other is None else (other,)
+        ticket = Ticket(self.pool, device_bytes.numel(), device_bytes, compute, rounds, others)
         self._tickets.append(weakref.ref(ticket))
         if len(self._tickets) >= self._sweep_at:
             self._tickets = [ref for ref in self._tickets if ref() is not None]
@@ -659,7 +151,7 @@ class HostStore:
             return
         for ticket in tickets:
             # An engine that gathers weights again before backward emptied the storage: the ticket keeps it, as autograd would.
-            if ticket.state is TicketState.UNSENT and _is_emptied(ticket):
+            if ticket.state is TicketState.UNSENT and ticket.is_emptied:
                 ticket.advance(TicketState.ON_DEVICE)
         for compute, unsent in _by_stream(t for t in tickets if t.state is TicketState.UNSENT):
             self._copy_out(unsent, compute)
@@ -669,7 +161,7 @@ class HostStore:
         after: list[CopyDone] = []
         for ticket in unsent:
             if ticket.rounds:
-                _compress(ticket)
+                ticket.compress()
             assert ticket.device_bytes is not None
             ticket.host_block = ticket.host_block or self.pool.take(ticket.device_bytes.numel())
             copies.append((ticket.device_bytes, ticket.host_block.bytes_))
@@ -690,10 +182,10 @@ class HostStore:
         if ticket.state is TicketState.LEAVING:
             assert ticket.device_bytes is not None
             # Trap: a storage that was emptied or moved since `send` stays: the copy may have read other bytes.
-            if _is_emptied(ticket) or ticket.device_bytes.data_ptr() != ticket.address:
+            if ticket.is_emptied or ticket.device_bytes.data_ptr() != ticket.address:
                 ticket.advance(TicketState.ON_DEVICE)
                 return
-            _guard_block(ticket)
+            ticket.guard_block()
             ticket.advance(TicketState.ON_HOST)
             ticket.device_bytes, ticket.others = None, ()
 
@@ -740,7 +232,7 @@ class HostStore:
         if ticket.rounds:
             self._expand(ticket)
         assert ticket.device_bytes is not None
-        if ticket.back is None and _is_emptied(ticket):
+        if ticket.back is None and ticket.is_emptied:
             raise RuntimeError(
                 f"a saved storage of {ticket.nbytes} bytes now has {ticket.device_bytes.untyped_storage().nbytes()}: it was "
                 "resized after the forward pass and not filled again before its backward. An engine that frees weights "
@@ -771,11 +263,7 @@ class HostStore:
     def _expand(self, ticket: Ticket) -> None:
         """Expand a compressed ticket on its compute stream, for the current one."""
         if ticket.compressed:
-            assert ticket.device_bytes is not None
-            with on_stream(ticket.compute):
-                expanded = expand(ticket.device_bytes, ticket.nbytes)
-            _guard_block(ticket)  # the compressed block's
-            ticket.device_bytes, ticket.compressed = expanded, False
+            ticket.expand()
         other = self.lanes.other_stream(ticket.compute)
         if other is not None:
             other.wait_stream(ticket.compute)
@@ -801,46 +289,6 @@ class HostStore:
         self._closed = True
         self.lanes.synchronize()
         self.pool.close()
-
-    def _ticket_died(self, ticket: Ticket) -> None:
-        # Trap: this runs at any time, in any thread, within any call of this store. It must not change what a call works on.
-        if ticket.host_block is not None:
-            self.pool.give(ticket.host_block)
-        if ticket.device_bytes is not None:
-            _guard_block(ticket)
-            ticket.device_bytes = None
-
-
-def _compress(ticket: Ticket) -> None:
-    """Give up the ticket's storage for a compressed copy. Streams that used it may get its block next: they wait for that."""
-    assert ticket.device_bytes is not None
-    for other in ticket.others:
-        ticket.compute.wait_stream(other)
-    with on_stream(ticket.compute):
-        ticket.device_bytes, ticket.compressed = compress(ticket.device_bytes), True
-    for other in ticket.others:
-        other.wait_stream(ticket.compute)
-
-
-def _guard_block(ticket: Ticket) -> None:
-    """Before a ticket's device block returns to its allocator: the streams that may get it next wait for all that uses it.
-
-    Trap: that includes the copy out of a ticket that was taken back while leaving. Its bytes are not needed, but the memory that
-    it reads may be unmapped (expandable segments, ``torch.cuda.empty_cache()``).
-    """
-    last = ticket.back or ticket.out  # a copy back comes after `release`, which waited for the copy out
-    if last is not None:
-        last.block(ticket.compute)
-        for other in ticket.others:  # the block may belong to the allocator of any of them
-            last.block(other)
-    for other in ticket.others:
-        ticket.compute.wait_stream(other)
-
-
-def _is_emptied(ticket: Ticket) -> bool:
-    """Whether the ticket's storage was resized to less than it held."""
-    held = ticket.device_bytes
-    return held is not None and held.untyped_storage().nbytes() < held.numel()
 
 
 def _sizes(tickets: Sequence[Ticket]) -> tuple[int, int]:

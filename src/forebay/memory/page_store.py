@@ -23,7 +23,7 @@ from torch import Tensor
 
 from forebay.kernels.launch import Backend
 from forebay.kernels.paging import PAGE_ALIGN, Arena, FreePages, PagedRows, PageTable, all_free, give_pages, take_pages
-from forebay.memory.host_store import HostBlock, HostPool
+from forebay.memory.host_pool import HostBlock, HostPool
 
 # Steps differ: an arena has one device page more for each so many that the largest step needed. What a later step needs beyond
 # that is on the host for that step, and on the device in the next.

@@ -17,7 +17,8 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from forebay.memory.autotune import Autotuner
-from forebay.memory.host_store import HostStore, Ticket, TicketState
+from forebay.memory.host_store import HostStore
+from forebay.memory.host_ticket import Ticket, TicketState
 from forebay.memory.overrides import CallSite
 from forebay.memory.recorder import Marks, Recorder, TimelineRecorder
 from forebay.memory.storage import RegionWeights

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from forebay.memory.host_store import HostBlock, HostPool
+from forebay.memory.host_pool import HostBlock, HostPool
 from forebay.train.distributed import on_all
 
 # Part of the available memory that copies may take: the system, data loading and the page cache need some too.

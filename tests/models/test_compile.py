@@ -1,11 +1,14 @@
 """Compiled sublayers: right, one graph for all layers, and what they save, to the byte."""
 
+import copy
 from functools import partial
 
 import pytest
 import torch
 from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
+from transformers import GptOssConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 import forebay
 from forebay.models import compile as compile_module
@@ -311,3 +314,30 @@ def test_a_missing_compiler_is_named(monkeypatch):
     monkeypatch.setattr(compile_module, "has_triton", lambda: False)
     with pytest.raises(RuntimeError, match=r"Triton.*'cuda'.*compile=False"):
         check_compiler("cuda")
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_transformers_experts_whose_rows_are_recomputed(device):
+    """Of 33 tokens: transposed, the 66 rows of their gradients' products would not begin at multiples of 16 bytes."""
+    config = GptOssConfig(hidden_size=64, num_local_experts=8, num_experts_per_tok=2, intermediate_size=32)
+    config._experts_implementation = "grouped_mm"
+    experts = GptOssExperts(config).to(device, torch.bfloat16)
+    for parameter in experts.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    exact = copy.deepcopy(experts).double()
+    exact.config._experts_implementation = "eager"
+    x = torch.randn(33, 64, device=device, dtype=torch.bfloat16)
+    weights, ids = torch.rand(33, 8, device=device).topk(2)
+
+    def run(module, x, ids, weights):
+        return module(x, ids, weights)
+
+    def gradients(function, module, dtype):
+        own = x.to(dtype).requires_grad_()
+        y = function(module, own, ids, weights.to(dtype))
+        y.backward(torch.ones_like(y))
+        return [y, own.grad, *(p.grad for p in module.parameters())]
+
+    wanted = gradients(run, exact, torch.float64)
+    for got, right in zip(gradients(compile_sublayer(run), experts, torch.bfloat16), wanted, strict=True):
+        assert (got - right).norm() <= 0.02 * right.norm()

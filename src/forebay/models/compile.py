@@ -18,6 +18,7 @@ from torch._functorch.partitioners import (
     get_default_op_list,
     min_cut_rematerialization_partition,
 )
+from torch._inductor import inductor_prims
 from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
 from torch._inductor.exc import InvalidCxxCompiler
@@ -146,6 +147,7 @@ class _SaveFewTensors(CustomPartitionerFn):
             if get_aten_target(node) not in ASSEMBLING_OPS:
                 node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
         forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
+        _keep_layouts(backward.graph)
         if torch._functorch.config.donated_buffer:
             _write_over_saved(backward.graph)
         return forward, backward
@@ -154,6 +156,23 @@ class _SaveFewTensors(CustomPartitionerFn):
         # Part of the key of torch's compile cache on disk: another version of this file may cut elsewhere, and one of the experts
         # may have other backward operations for the same forward.
         return get_hash_for_files((__file__, experts_op.__file__))
+
+
+def _keep_layouts(graph: Graph) -> None:
+    """Give grouped products their operands in the layout that eager code has.
+
+    Trap: Inductor writes a recomputed operand as it likes. The rows of transformers' GPT-OSS experts, transposed for the gradient
+    of the weights, then begin at any multiple of their number. The kernel takes multiples of 16 bytes, and fails on the device.
+    """
+    for node in list(graph.nodes):
+        if node.target is not aten._grouped_mm.default:
+            continue
+        with graph.inserting_before(node):
+            for operand in node.args[:2]:
+                args = operand, operand.meta["val"].stride()
+                laid_out = graph.call_function(inductor_prims.force_stride_order, args)
+                laid_out.meta = dict(operand.meta)
+                node.replace_input_with(operand, laid_out)
 
 
 def _write_over_saved(graph: Graph) -> None:

@@ -345,8 +345,8 @@ class Manager:
                 out = forward(*args, **kwargs)
             else:
                 out = self._run_packed(region, call, forward, args, kwargs)
-            if self._recording is not None:
-                self._recording.region_left(call.key, call.items, region.light is not None, self._transfers.mark)
+            if (recording := self._recording) is not None:  # once: a thread may begin the next step now
+                recording.region_left(call.key, call.items, region.light is not None, self._transfers.mark)
                 self._saved_by[call.key] = sum(call.items)
         except BaseException:
             call.abandoned = True  # the traceback holds the call, for as long as the caller keeps it
@@ -489,8 +489,8 @@ class Manager:
                 ticket.rounds = False
             if saved.ticket is not None and saved.key != call.key and saved.ticket not in call.tickets:
                 call.tickets.append(saved.ticket)
-            if self._recording is not None:
-                self._record_shared(self._recording, call, saved)
+            if (recording := self._recording) is not None:
+                self._record_shared(recording, call, saved)
         return SavedAlias(tensor) if ticket is None else _Packed(call, ticket, tensor, self._empty)
 
     def _unpack(self, path: str, packed: SavedAlias | _Packed) -> torch.Tensor:

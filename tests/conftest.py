@@ -82,7 +82,7 @@ def _trace_caches() -> Any:
     caches: dict[str, Any] = {}
 
     def cache_for(adapt: Any = None, **shape: Any) -> Any:
-        """The cache of all plans whose models are changed in the same way: `adapt` is None or a partial, whose repr has it all."""
+        """The cache of all plans that change models alike: `adapt` is None or a partial, whose repr has all of it."""
         return caches.setdefault(repr((adapt, shape)), TraceCache(adapt, **shape))
 
     return cache_for

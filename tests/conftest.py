@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import importlib
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -75,19 +76,29 @@ def run(capsys: pytest.CaptureFixture[str]) -> Run:
 
 
 @functools.cache
-def _traces() -> Any:
-    from forebay.estimate.layers import TraceCache
+def _trace_caches() -> Any:
+    from forebay.estimate.trace_cache import TraceCache
 
-    return TraceCache()
+    caches: dict[str, Any] = {}
+
+    def cache_for(adapt: Any = None, **shape: Any) -> Any:
+        """The cache of all plans that change models alike: `adapt` is None or a partial, whose repr has all of it."""
+        return caches.setdefault(repr((adapt, shape)), TraceCache(adapt, **shape))
+
+    return cache_for
 
 
 @pytest.fixture
 def shared_traces(monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans of a worker's tests share one `TraceCache`: tracing takes most of their time, and many tests plan the same models.
     tests/estimate/test_search.py shows that sharing changes nothing."""
-    _traces()  # made before its class is replaced
-    for module in ("plan", "search", "layers"):
-        monkeypatch.setattr(f"forebay.estimate.{module}.TraceCache", _traces)
+    # `forebay.cli` imports the class from its own module when a plan is asked for.
+    users = "plan", "search", "layers", "hf_trainer", "trace_cache"
+    modules = [importlib.import_module(f"forebay.estimate.{name}") for name in users]
+    modules.append(importlib.import_module("forebay.report.plan_page"))
+    caches = _trace_caches()  # made before its class is replaced
+    for module in modules:
+        monkeypatch.setattr(module, "TraceCache", caches)
 
 
 @pytest.fixture

@@ -13,6 +13,8 @@ from forebay.estimate.fit import headroom, largest_total, least_budget, planning
 from forebay.estimate.layers import plan_layers
 from forebay.estimate.plan import Fit, fit_run
 
+pytestmark = pytest.mark.usefixtures("shared_traces")
+
 GIB = 1 << 30
 TINY = {
     "hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2,

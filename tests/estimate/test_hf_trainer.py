@@ -19,6 +19,7 @@ from forebay.estimate.types import ModelTrace, Shape
 from forebay.managed import manage
 from tests.estimate.test_trace import BATCH, SEQUENCE, assert_saves, built, by_sublayer
 
+pytestmark = pytest.mark.usefixtures("shared_traces")
 TARGETS = ("q_proj", "o_proj")
 
 

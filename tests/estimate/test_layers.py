@@ -19,6 +19,8 @@ from forebay.train import hf_io
 from forebay.train.world import processes_of_node
 from tests.train.common import MODEL
 
+pytestmark = pytest.mark.usefixtures("shared_traces")
+
 
 def config(**parallel: object) -> Config:
     return from_mapping(

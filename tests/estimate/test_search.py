@@ -492,9 +492,11 @@ def test_traces_are_shared_and_change_nothing() -> None:
     """A run planned after others is the run planned alone."""
     traces = TraceCache()
     meshes: list[dict[str, int]] = [{"ep": 2}, {"ep": 4}, {"pp": 2}, {"pp": 2, "ep": 2}, {}]
-    for config in (tiny(), tiny(microbatch=2), tiny(sequence=64), *(tiny(parallel=mesh) for mesh in meshes)):
-        shared = fit_run(config, plan_layers(config, 4, traces), 4, traces=traces)
-        assert shared == fit_run(config, plan_layers(config, 4, TraceCache()), 4, traces=TraceCache())
+    for config in (tiny(microbatch=2), tiny(sequence=64), *(tiny(parallel=mesh) for mesh in meshes)):
+        shared, alone = (
+            fit_run(config, plan_layers(config, 4, cache), 4, traces=cache) for cache in (traces, TraceCache())
+        )
+        assert shared == alone
 
 
 def test_a_bare_model_has_settings_that_follow_the_gpus() -> None:

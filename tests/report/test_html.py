@@ -17,6 +17,8 @@ from forebay.report.run_files import read_run
 from forebay.report.run_page import run_page
 from tests.report.pages import NASTY, PageText, config, plan_of, write_folder
 
+pytestmark = pytest.mark.usefixtures("shared_traces")
+
 
 def test_pages_are_closed_escaped_and_fetch_nothing(tmp_path: Path) -> None:
     """Links lead within the page, to a file beside it, or are an empty icon; style has no url and imports nothing."""

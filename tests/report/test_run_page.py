@@ -19,6 +19,8 @@ from tests.conftest import Run
 from tests.report.pages import ACTIONS, GIB, PageText, chart_data, config, plan_of, write_folder
 from tests.train.common import MODEL
 
+pytestmark = pytest.mark.usefixtures("shared_traces")
+
 
 def test_a_real_run(tmp_path: Path, run: Run) -> None:
     """Four steps on this CPU, with all saved tensors kept, uncompiled."""

@@ -15,10 +15,9 @@ import torch
 from torch import Tensor
 from torch._inductor import config as inductor_config
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from forebay.estimate.op_costs import Tally
+from forebay.estimate.op_costs import Tally, tensors_in
 from forebay.estimate.types import ALL_TO_ALL_BEGIN, ALL_TO_ALL_END, MATMUL, Freed, Log, Mark, NewStorage, Op
 from forebay.estimate.workspaces import EAGER_ONLY, MARK, WorkspaceStep, workspace_steps
 from forebay.models.compile import ASSEMBLING_OPS, recomputable_ops
@@ -111,8 +110,8 @@ class OpRecorder(TorchDispatchMode):
 
     def _record(self, func: Any, packet: Any, args: Any, kwargs: Any, out: Any) -> None:
         name = str(func)
-        results = _tensors(out)
-        sources = _tensors((args, kwargs))
+        results = tensors_in(out)
+        sources = tensors_in((args, kwargs))
         fused = _is_fused(func, packet)
         pads = fused and self._fused and self._block > 1
         new = [self._add(leaf, sources if packet in self._recomputable else None, pads) for leaf in results]
@@ -211,10 +210,6 @@ class OpRecorder(TorchDispatchMode):
 
     def _rounded(self, size: int) -> int:
         return -(-size // self._block) * self._block
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 def _address(tensor: Tensor) -> int:

@@ -164,14 +164,23 @@ class TraceRun:
 
     Args:
         known: parts that need not run, by module path or "head".
+        forward_only: paths of sublayers of which only the forward runs, for what the parts after them share with them.
 
     Attributes:
-        parts: by module path, "embedding" or "head".
+        parts: by module path, "embedding" or "head"; none of `forward_only`.
         shared, balance: see `ModelTrace`.
     """
 
-    def __init__(self, model: Any, base: Any, shape: Shape, known: Mapping[str, PartTrace] = MappingProxyType({})):
+    def __init__(
+        self,
+        model: Any,
+        base: Any,
+        shape: Shape,
+        known: Mapping[str, PartTrace] = MappingProxyType({}),
+        forward_only: frozenset[str] = frozenset(),
+    ):
         self.model, self.base, self.shape = model, base, shape
+        self._forward_only = forward_only
         self.parts: dict[str, PartTrace] = dict(known)
         self.balance = self.shared = 0
         self._recorder = OpRecorder(shape.block, shape.deferred_weight_grads, shape.compiled)
@@ -236,6 +245,8 @@ class TraceRun:
     def backward(self) -> None:
         with self._recorder:
             for path, part in reversed(list(self._open.items())):
+                if path in self._forward_only:
+                    continue
                 self._backward(part)
                 self.parts[path] = part.trace
                 if part.light is not None:
@@ -320,7 +331,7 @@ class TraceRun:
         no_grad: Log = []
         if leaf is not None:
             recorder.mark_input(leaf)
-            if not self.shape.compiled:
+            if not self.shape.compiled and path not in self._forward_only:
                 no_grad = self._without_graph(leaf, run, forget)
         self._restart()
         at = len(recorder.log)
@@ -527,6 +538,7 @@ def trace_model(model: Any, shape: Shape, like: ModelTrace | None = None) -> Mod
     kinds = [_kind(layer) for layer in layers]
     several = 2 if like is None else 1  # what layers share, the first one saves
     numbers = sorted(n for k in set(kinds) for n in [i for i, kind in enumerate(kinds) if kind == k][:several])
+    last, shares = _last_of_kinds(base_path(model), [kinds[n] for n in numbers])
     every, base.layers = base.layers, _Chosen(layers[n] for n in numbers)
     model, base.layers = copy.deepcopy(model), every  # a trace uses its model up
     model.config.use_cache = False
@@ -535,10 +547,10 @@ def trace_model(model: Any, shape: Shape, like: ModelTrace | None = None) -> Mod
         if shape.flex:
             _fuse_sinks(model)
         known = {} if like is None else _without_experts(like, numbers, model)
-        run = TraceRun(model.train(), model.get_submodule(model.base_model_prefix), shape, known)
+        run = TraceRun(model.train(), model.get_submodule(model.base_model_prefix), shape, known, shares)
         run.forward()
         run.backward()
-    sublayers = _by_sublayer(run, numbers, layers, kinds)
+    sublayers = {kind: _layer_trace(run, last, kind, layers[kinds.index(kind)]) for kind in set(kinds)}
     shared, balance = run.shared, run.balance
     if like is not None:
         shared, balance = like.shared, like.balance
@@ -573,6 +585,7 @@ class _Chosen(nn.ModuleList):
         return self if isinstance(index, slice) else super().__getitem__(index)
 
 
+_NAMES = "self_attn", "mlp"
 LayerKind = tuple[Any, Any]  # of the attention sublayer, and of the MoE or dense one
 
 
@@ -585,19 +598,23 @@ def _shapes(module: nn.Module) -> tuple[Any, ...]:
     return tuple((name, tuple(p.shape), p.dtype) for name, p in module.named_parameters())
 
 
-def _by_sublayer(
-    run: TraceRun, numbers: list[int], layers: list[Any], kinds: list[LayerKind]
-) -> dict[LayerKind, LayerTrace]:
-    """The traces of each kind, from the last layer that has them: what layers share, such as rotary tables, the first
-    one saves."""
-    attention, mlp = {}, {}
-    for place, number in enumerate(numbers):
-        path = f"{base_path(run.model)}.layers.{place}"
-        attention[kinds[number][0]] = run.parts[f"{path}.self_attn"]
-        mlp[kinds[number][1]] = run.parts[f"{path}.mlp"]
-    one_of_each = {kind[1]: layer for kind, layer in zip(kinds, layers, strict=True)}
-    is_moe = {kind: bool(moe_blocks(layer)) for kind, layer in one_of_each.items()}
-    return {kind: LayerTrace(attention[kind[0]], mlp[kind[1]], is_moe[kind[1]]) for kind in set(kinds)}
+def _last_of_kinds(base: str, kinds: list[LayerKind]) -> tuple[dict[Any, str], frozenset[str]]:
+    """Paths of the last sublayer of each kind in a model of layers of these kinds, and paths of the others.
+
+    What layers share, such as rotary tables, the first one saves, so the last one has the figures of its kind.
+    """
+    both = [
+        (f"{base}.layers.{n}.{name}", (name, k))
+        for n, kind in enumerate(kinds)
+        for name, k in zip(_NAMES, kind, strict=True)
+    ]
+    last = {kind: path for path, kind in both}
+    return last, frozenset(path for path, _ in both).difference(last.values())
+
+
+def _layer_trace(run: TraceRun, last: Mapping[Any, str], kind: LayerKind, layer: Any) -> LayerTrace:
+    attention, mlp = (run.parts[last[both]] for both in zip(_NAMES, kind, strict=True))
+    return LayerTrace(attention, mlp, bool(moe_blocks(layer)))
 
 
 def _make_fake(model: nn.Module) -> None:

@@ -42,7 +42,7 @@ def drawn(chance: random.Random, traces: TraceCache) -> tuple[str, RunEstimator]
         try:
             config = fast_path_of(ask(name, settings, world).config, world).config
             run, _ = _estimator(
-                config, plan_layers(config, world), world, None, 1.0, None, 1, traces, sharing_of(config, world)
+                config, plan_layers(config, world), None, 1.0, None, 1, traces, sharing_of(config, world)
             )
         except UsageError:
             continue

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+
 import pytest
 
 from forebay.estimate.allocator import CachingAllocator
@@ -105,6 +108,34 @@ def test_an_engines_replicas_reduce_in_place() -> None:
     sharing = Sharing(replicate=2, sharded=True, parameter=4, compute=2, summed=4, gathered=True, pp=2)
     params = UnshardedLifecycle(allocator, [group], sharing, "compute", late=False, keep=True)
     assert [step(allocator, params) for _ in range(2)] == [[256, 256, 256, 256]] * 2
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_resharded_experts_are_gathered_for_each_use(processes: int) -> None:
+    """Two layers' experts of 1 MiB in bf16, of which one is there at a time, after the first gathering too. One process casts them
+    in one pass; two need what arrives besides."""
+    size = 1 << 19
+    groups = [ParamGroup(n, True, processes, (GroupParam("up", "", size // processes, size, size),)) for n in range(2)]
+    sharing = Sharing(
+        data=processes, sharded=True, parameter=4, compute=2, summed=2, gathered=True, reshard=True, apart=True
+    )
+    allocator = CachingAllocator()
+    params = UnshardedLifecycle(allocator, groups, sharing, "compute", late=False, keep=True)
+    peaks = []
+
+    def peak(run: Callable[[], None]) -> None:
+        allocator.take_peak()
+        run()
+        peaks.append(sum(allocator.take_peak()) // MIB)
+
+    peak(params.gather)
+    assert allocator.allocated == 0
+    peak(params.gather)
+    for place in range(2):
+        peak(partial(params.compute_experts, place, True))
+        assert allocator.allocated == MIB
+        params.compute_experts(place, False)
+    assert peaks == ([2, 0, 1, 1] if processes == 1 else [2, 0, 2, 2])
 
 
 @pytest.mark.parametrize("dtype", [2, 4])

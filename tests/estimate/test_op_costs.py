@@ -50,38 +50,43 @@ def test_views_and_empty_memory_cost_nothing() -> None:
     ("run", "shapes", "expected"),
     [
         (lambda x, y: x + y, [(8, 8), (8, 8)], OpCost("pointwise", 0, 3 * 256)),
+        # One column for all.
         (
             lambda x, y: x + y,
             [(8, 8), (8, 1)],
             OpCost("pointwise", 0, 2 * 256 + 32, loads=128 + 8),
-        ),  # one column for all
+        ),
         (lambda x, y: x + y.t(), [(8, 8), (8, 8)], OpCost("pointwise", 0, 3 * 256, loads=3 * 64)),
         (lambda x: x[:, :4] * 2, [(8, 8)], OpCost("pointwise", 0, 2 * 128, loads=2 * 32)),
         (lambda x: torch.cat([x, x]), [(8, 8)], OpCost("pointwise", 0, 4 * 256, loads=4 * 64)),
         (lambda x: x.to(torch.bfloat16), [(8, 8)], OpCost("pointwise", 0, 256 + 128)),
         # Not vectorized, which takes twice as long as the bytes.
         (lambda x: x.to(torch.float64), [(8, 8)], OpCost("pointwise", 0, 2 * (256 + 512))),
+        # As slow as it gets.
         (
             lambda x: x[:, :4].to(torch.float64),
             [(8, 8)],
             OpCost("pointwise", 0, 128 + 256, loads=3 * 32),
-        ),  # as slow as it gets
+        ),
         (lambda x: x.pow(2), [(8, 8)], OpCost("pointwise", 0, 2 * 256)),
+        # Threads of a row wait for each other.
         (
             lambda x: x.mean(-1),
             [(8, 8)],
             OpCost("pointwise", 0, 256 + 32, loads=300 * 8),
-        ),  # threads of a row wait for each other
+        ),
+        # And blocks, where rows are added.
         (
             lambda x: x.sum(0),
             [(8, 8)],
             OpCost("pointwise", 0, 256 + 32, loads=64 + 8 + 10**7),
-        ),  # and blocks, where rows are added
+        ),
+        # And indices, in int64.
         (
             lambda x: x.max(-1)[0],
             [(8, 8)],
             OpCost("pointwise", 0, 256 + 32 + 64, loads=64 + 8 + 16),
-        ),  # and indices, in int64
+        ),
         (lambda x, y: x * y.sum(), [(8, 8), (2,)], OpCost("pointwise", 0, 2 * 256 + 4)),  # a scalar has no layout
         (
             lambda x: x * torch.empty(8, 8, dtype=torch.bfloat16),

@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch.distributed.fsdp import FSDPModule
 from transformers import AutoConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeAttention
 
@@ -23,6 +24,7 @@ from forebay.models.families import moe_blocks
 from forebay.moe import experts_op
 from forebay.pipeline.partition import even_partition, partition_of
 from forebay.pipeline.schedule import make_plan
+from forebay.train import unsharded_step
 from forebay.train.distributed import Mesh
 from forebay.train.engines import keep_stages
 from forebay.train.trainer import Trainer
@@ -145,6 +147,38 @@ def test_experts_that_are_gathered_for_each_use_change_no_bit(folder: str, polic
             block.router.register_forward_hook(lambda *_, block=block, held=held: held.append(gathered(block.experts)))
             records = [trainer.step(number) for number in range(1, 4)]
             assert set(held) == {not reshard}
+            found.append((state_of(trainer), [figures_of(r) for r in records]))
+    (state, figures), (same, same_figures) = found
+    assert figures == same_figures and not differing(state, same)
+
+
+@pytest.mark.parametrize("gradients", ["float32", "compute"])
+def test_a_use_that_failed_leaves_no_experts_gathered_for_the_next_step(folder: str, gradients: str) -> None:
+    """As a capture that fails: its kernels never ran, so what it gathered is not what the weights are. FSDP2 gathers once."""
+    settings = config(
+        folder,
+        {**WIDE, "num_hidden_layers": 3},
+        model={"compute": "bfloat16"},
+        train={"batch": 6, "microbatch": 2},
+        memory={"graph": True},
+        parallel={"overlap": True, "reshard": True, "gradients": gradients},
+    )
+    found = []
+    for fails in (False, True):
+        with (
+            Trainer(settings) as trainer,
+            mock.patch.object(FSDPModule, "unshard", autospec=True, side_effect=FSDPModule.unshard) as unshard,
+        ):
+            records = [trainer.step(1)]
+            calls = [call.args[0] for call in unshard.call_args_list]
+            module = next(block.experts for block in moe_blocks(trainer.model))
+            assert calls.count(module) == 1
+            if fails:
+                unsharded_step._unshard(module)
+                for parameter in module.parameters():
+                    parameter.detach().fill_(float("nan"))
+            records += [trainer.step(number) for number in (2, 3)]
+            assert [call.args[0] for call in unshard.call_args_list].count(module) == 1
             found.append((state_of(trainer), [figures_of(r) for r in records]))
     (state, figures), (same, same_figures) = found
     assert figures == same_figures and not differing(state, same)

@@ -295,8 +295,9 @@ def _world_mistakes(c: Config, size: int) -> Iterator[str]:
         )
     if c.memory.graph is True and c.parallel.reshard is True and size > c.processes:
         yield (
-            f"memory.graph = true gathers no weights from other processes, and parallel.reshard = true shares each expert over "
-            f"{size // c.processes} of the {size}: set parallel.reshard = false, or memory.graph = false"
+            "within a CUDA graph no weights are gathered from other processes, and with memory.graph = true and "
+            f"parallel.reshard = true those of experts would be, from {size // c.processes}; valid is parallel.reshard = false, "
+            f"or {c.processes} processes"
         )
     if size % replicate:
         yield f"parallel.replicate = {replicate} does not divide the {size} processes; valid are {_divisors(size)}"

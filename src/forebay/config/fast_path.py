@@ -7,8 +7,8 @@ processes of a run, and its plan, call the same pure function.
 The fast path is chosen only for what ran on GPUs with these keys given by hand, in comparison with steps that the host launches:
 
     one process          tests/train/test_cuda_graph_gpu.py (all families), benchmarks/results/local_graph.json
-    expert parallelism   tests/train/test_cuda_graph_gpu.py (2 GPUs, bitwise), paging_ep2_*.json and paging_ep4.json of
-                         benchmarks/results
+    expert parallelism   tests/train/test_cuda_graph_gpu.py (2 GPUs, bitwise), paging_ep2_*.json, paging_ep4.json and
+                         paging_reshard.json of benchmarks/results
     without its graph    the arms "capacity", "exact" and "nccl" of the same files; "own routing" of ep.json, which reshards
     pipelines            tests/train/test_engines_gpu.py (2 GPUs, bitwise), benchmarks/results/pipeline_2gpu_*.json,
                          pipeline_graph_pp4.json
@@ -194,7 +194,7 @@ def _local_obstacles(c: Config, facts: Facts) -> Iterator[str]:
     if facts.gathered > MOST_GATHERED and c.parallel.reshard is not True:
         size = f"{facts.gathered / 2**30:.1f} GiB"
         what = f"its weights in {c.model.compute}, gathered for whole steps, would take {size} more"
-        yield f"{what}, and those of experts do not with parallel.reshard = true; {_BESIDE}"
+        yield f"{what}; parallel.reshard = true gathers those of experts for each use; {_BESIDE}"
     microbatches = c.train.batch // c.microbatch(1)
     nodes = GRAPH_NODES * facts.layers * microbatches
     if nodes > MOST_NODES:

@@ -219,7 +219,8 @@ class Parallel:
     timeout: int = key(600, "Seconds that a process waits for the others before it gives up.", low=1, high=10**9)
     reshard: bool | str = key(
         AUTO,
-        "Free all-gathered weights after each use; false keeps them until the end of the step. 'auto' follows memory.graph.",
+        "Free all-gathered weights after each use, of a step with overlap, a pipeline or a CUDA graph those of experts only; "
+        "false keeps them until the end of the step. 'auto' follows memory.graph.",
         choices=(AUTO,),
     )
     reduce: str = key(
@@ -384,8 +385,7 @@ class Config:
     def experts_apart(self) -> bool:
         """Whether FSDP2 gathers a layer's experts apart from the rest of the layer.
 
-        Without expert parallelism only if a graph is to hold no copy of them: that is always asked for, because a graph's
-        `parallel.reshard` is false by itself.
+        Without expert parallelism only in a graph with `parallel.reshard = true`, which is never the default.
         """
         return self.parallel.ep > 1 or (self.step.graph and self.step.reshard)
 

@@ -486,6 +486,8 @@ class _StepRun:
                 self._sum_token_grads(run, dy)
                 self._end_part("backward")
                 break
+            if self._yields_after(part):
+                yield  # before it gathers: other microbatches compute meanwhile
             self._params.enter(part.place, part.mlp, True)
             if part.with_previous:
                 run.x = yield from self._recompute(runs[-1])
@@ -526,8 +528,6 @@ class _StepRun:
         blocks[events.gradient] = dy
         if run.x is not None:
             blocks[events.x] = run.x
-        if self._yields_after(part):
-            yield
         on_mark = {ALL_TO_ALL_END: partial(self._release_pages, run), PAGES: partial(self._read_pages, run)}
         yield from self._play(blocks, backward, part, frozenset(events.weight_grads), 1, on_mark)
         dx = blocks.pop(events.dx, None)

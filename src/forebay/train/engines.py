@@ -223,7 +223,7 @@ class LocalGradients(GradientEngine):
 
 
 def captures(config: Config, mesh: Mesh) -> bool:
-    """Whether steps are captured in a CUDA graph. The configuration refuses `parallel.reshard` with it."""
+    """Whether steps are captured in a CUDA graph."""
     return config.step.graph and mesh.device.type == "cuda"
 
 

@@ -66,6 +66,7 @@ class UnshardedStep:
         self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         self._experts: list[Any] = []  # records of the experts' weights that `expert_sum` knows, once gathered
         self._addresses: dict[int, Any] = {}  # the same, by the address of each gathered weight at the last lookup
+        self._is_made = False  # FSDP2 has made the gathered parameters, and hooks are on them
         self._resharded: list[Any] = []  # the experts' modules that are gathered for each use
         if self._sharded and reshard:
             for layer in cut.layers:
@@ -81,14 +82,17 @@ class UnshardedStep:
         for module in self._modules:
             if module not in self._resharded:
                 module.unshard()
-            elif not self._hooks:  # FSDP2 makes a gathered parameter when it gathers it for the first time
+            elif not self._is_made:  # FSDP2 makes a gathered parameter when it gathers it for the first time
                 module.unshard()
                 module.reshard()
-        if not self._hooks:
+        if not self._is_made:
             self._install_hooks()
+            self._is_made = True
 
     def begin(self, tokens: int) -> None:
         """Prepare to accumulate gradients of gathered parameters; `tokens` of all microbatches, on this process."""
+        for module in self._resharded:
+            module.reshard()  # a capture that failed in between leaves weights gathered that no kernel wrote
         self._sums = self._begin_sums(tokens)
         if self._sharded:
             self._allocate_gradients(list(self._sums.values()))
@@ -280,9 +284,8 @@ class UnshardedStep:
         # FSDP2 makes each gathered parameter once and fills it again for every step, so hooks on it last.
         for record in self._records():
             self._accumulate(record)
-        experts = {
-            id(p) for block in moe_blocks(self._model) for p in block.experts.parameters()
-        }  # gathered, or resharded
+        # Of a resharded module these are the shards.
+        experts = {id(p) for block in moe_blocks(self._model) for p in block.experts.parameters()}
         for record in self._records():
             weight = record.unsharded_param
             own = experts & {id(weight), id(record.sharded_param)}

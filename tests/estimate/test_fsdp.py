@@ -112,7 +112,7 @@ def test_an_engines_replicas_reduce_in_place() -> None:
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_resharded_experts_are_gathered_for_each_use(processes: int) -> None:
-    """Two layers' experts of 1 MiB in bf16, of which one is there at a time, after the first gathering too. One process casts them
+    """Two layers' experts of 1 MiB in bf16; one is there at a time, after the first gathering too. One process casts them
     in one pass; two need what arrives besides."""
     size = 1 << 19
     groups = [ParamGroup(n, True, processes, (GroupParam("up", "", size // processes, size, size),)) for n in range(2)]

@@ -11,7 +11,17 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from forebay.estimate.types import DH, GATE_UP_GRAD, PAGES, AllocEvent, ModelTrace, PartEvents, PartTrace, StageLayers
+from forebay.estimate.types import (
+    DH,
+    EXPERTS_BEGIN,
+    GATE_UP_GRAD,
+    PAGES,
+    AllocEvent,
+    ModelTrace,
+    PartEvents,
+    PartTrace,
+    StageLayers,
+)
 
 PAGE = 256 << 10
 """Bytes of a page of `forebay.memory.page_store`, which the estimator does not import."""
@@ -69,6 +79,11 @@ class Part:
         made = {n: size for n, size in events.forward if n >= 0 and size}
         gone = {events.output, *(n for n, size in events.forward if not size)}
         return sum(size for n, size in made.items() if n not in gone) if self.placement == "keep" else 0
+
+    @cached_property
+    def staged(self) -> bool:
+        """A MoE sublayer that an engine runs by its stages; the experts are a computation of their own."""
+        return bool(self.events.transferred) or (-1, EXPERTS_BEGIN) in self.events.forward
 
     @property
     def mlp(self) -> bool:

@@ -174,7 +174,7 @@ class TraceRun:
         self.model, self.base, self.shape = model, base, shape
         self.parts: dict[str, PartTrace] = dict(known)
         self.balance = self.shared = 0
-        self._recorder = OpRecorder(shape.block, shape.deferred_weight_grads, shape.compiled)
+        self._recorder = OpRecorder(shape.block, shape.deferred_weight_grads, shape.compiled, shape.stages)
         self._open: dict[str, _TracedPart] = {}
         self._known: set[int] = (
             set()
@@ -340,6 +340,8 @@ class TraceRun:
             sizes = {recorder.origin_storage(o): recorder.origin_size(o) for o in origins}
             if compiled:
                 recorder.log[log], sizes = cut_nearest(recorder.log[log], kept, recorder.assembled, sizes)
+                if recorder.experts_inputs:
+                    sizes = {**sizes, **recorder.experts_inputs}
                 kept = tuple(sorted(sizes))
             size = min(size, sum(sizes.values()))
         inputs = 0 if leaf is None else recorder.size(leaf)
@@ -361,6 +363,7 @@ class TraceRun:
 
     def _restart(self) -> None:
         self._recorder.experts, self._recorder.head_sum = (-1, -1), -1
+        self._recorder.experts_inputs = {}
         self._recorder.tally.take()
 
     def _without_graph(self, x: Tensor, run: Callable[..., Tensor], forget: Callable[[], None]) -> Log:

@@ -25,6 +25,9 @@ PAGES = 4
 DH, GATE_UP_GRAD = 5, 6
 """Marks where the experts write dh over a saved h, and before the operation that makes gate_up's gradient."""
 
+EXPERTS_BEGIN, EXPERTS_END = 8, 9
+"""Marks before and after an operation of the experts between stages of a MoE sublayer, see `Shape.stages`."""
+
 GPU_BLOCK = 512
 """Bytes to which CUDA's caching allocator rounds (torch `c10/core/AllocatorConfig.h`, kMinBlockSize)."""
 MULTIPROCESSORS = 132

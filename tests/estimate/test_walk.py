@@ -18,6 +18,7 @@ from forebay.estimate.trace import base_path, trace_model
 from forebay.estimate.types import (
     EXPERTS_BEGIN,
     EXPERTS_END,
+    FINAL_NORM_END,
     PartEvents,
     PartTrace,
     Shape,
@@ -197,6 +198,29 @@ def test_overlapped_layers_without_transfers_take_turns_as_with_them(monkeypatch
     walk(RankRun([], ENGINE, {0: [EMBEDDING, Part("l.0.mlp", 0, events)]}, actions, summed=0, hidden=16 * MIB), steps=1)
     backward = ["experts'", "weights", "front'"]
     assert order == ["front", "experts", "front", "experts'", "weights", "experts", "front'", *backward]
+
+
+def test_an_engine_makes_masks_once_from_hidden_states_of_its_own() -> None:
+    """Beside the embedded tokens: hidden states, a mask that no layer reads, the norm of the head, and 100 MiB that stay."""
+    head = PartEvents(
+        ((1, 64 * MIB), (2, 16 * MIB), (-1, FINAL_NORM_END), (3, MIB)), ((5, 16 * MIB), (4, 0), (1, 0), (2, 0)), (),
+        x=0, output=3, gradient=4, dx=5, saves_x=False, weight_grads={}, transferred=NONE,
+    )  # fmt: skip
+    first = part(0, "l.0.self_attn", 0, 0, shared=40 * MIB, given=(60 * MIB,), unused=400 * MIB)
+    parts = [EMBEDDING, first, Part("head", "head", head)]
+    run = AllocatorRun(RankRun([], ENGINE, {0: parts}, local_plan(2, False).actions[0], summed=0, hidden=16 * MIB))
+    found = run.steps(2)
+    assert found.peak.allocated - WORKSPACE == (16 + 16 + 400 + 40 + 60 + 64 + 16) * MIB
+    assert run.allocator.allocated == (40 + 60) * MIB + WORKSPACE
+
+
+def test_masks_that_nothing_saves_are_held_for_a_forward() -> None:
+    sublayers = [part(n, f"l.{n}.self_attn", 32 * MIB, 64 * MIB) for n in range(2)]
+    masked = [replace(sublayers[0], shared=MIB, given=(60 * MIB, 40 * MIB), unused=44 * MIB), sublayers[1]]
+    plain, more = walk(rank(sublayers), steps=1), walk(rank(masked), steps=1)
+    levels = {level.where: level.allocated for level in plain.levels}
+    found = {level.where: level.allocated - levels[level.where] for level in more.levels}
+    assert found["l.1.self_attn forward"] == 145 * MIB and found["l.0.self_attn backward"] <= MIB
 
 
 TWO = Sharing(data=2, sharded=True, parameter=4, compute=2, summed=4, gathered=True, pp=2, random=False)

@@ -41,6 +41,8 @@ class Part:
         trace: its own.
         balance: bytes that the load-balancing loss holds until its backward.
         shared: bytes that all layers of the stage read and this one, their first, holds until its backward: masks, rotary tables.
+        given, unused: bytes of each tensor that they read besides and nothing saves, as masks of eager attention; and of masks
+            for no layer.
         with_previous: under "recompute", one checkpoint has the part before it and this one: only the former's input is kept.
         stashed_x: under "stash", number and bytes of the experts' x, which is in pages after the sublayer's forward.
     """
@@ -53,6 +55,8 @@ class Part:
     trace: PartTrace = field(default_factory=lambda: PartTrace(0, 0))
     balance: int = 0
     shared: int = 0
+    given: tuple[int, ...] = ()
+    unused: int = 0
     with_previous: bool = False
     stashed_x: tuple[int, int] | None = None
 
@@ -105,8 +109,9 @@ def placed_parts(
             with_previous = recompute == WHOLE_LAYER and placement == "recompute" and name == "mlp"
             balance = trace.balance if name == "mlp" and layer.is_moe else 0
             first = name == "self_attn" and number == stage.layers[0]
-            shared = trace.shared if first else 0
-            found.append(replace(part, balance=balance, shared=shared, with_previous=with_previous))
+            shared, given = (trace.shared, trace.given) if first else (0, ())
+            part = replace(part, shared=shared, given=given, unused=trace.unused * first)
+            found.append(replace(part, balance=balance, with_previous=with_previous))
     return found + ([_part("head", "head", trace.head)] if stage.head else [])
 
 

@@ -261,6 +261,8 @@ class ModelTrace:
     Attributes:
         shared: bytes that the first layer of a stage saves for all of them, such as rotary tables.
         balance: bytes that the load-balancing loss saves for each MoE layer.
+        given: bytes of each tensor that layers share and none saves, such as masks of eager attention.
+        unused: bytes of masks that the base model makes for no layer of it, such as GPT-OSS's of full attention with one layer.
     """
 
     embedding: PartTrace
@@ -268,6 +270,8 @@ class ModelTrace:
     head: PartTrace
     shared: int
     balance: int
+    given: tuple[int, ...] = ()
+    unused: int = 0
 
     def recompute_experts(self, numbers: Container[int]) -> ModelTrace:
         """The model with light recomputation of the experts of layers `numbers`."""

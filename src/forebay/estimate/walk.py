@@ -388,7 +388,7 @@ class _StepRun:
         for nth, part in enumerate(parts):
             if x is None and part.path != "embedding":
                 x = self._malloc(self._run.hidden)
-            run = self._begin_part(part, x, microbatch)
+            run = self._begin_part(part, x, model_inputs)
             runs.append(run)
             if part.path == "head" and x is not None and not part.events.saves_x:
                 model_inputs.append(x)
@@ -436,28 +436,41 @@ class _StepRun:
         self._place_saved(run)
         return output
 
-    def _begin_part(self, part: Part, x: Block | None, microbatch: int) -> PartRun:
+    def _begin_part(self, part: Part, x: Block | None, model_inputs: list[Block]) -> PartRun:
         # An engine's model makes what its layers share once, from hidden states of its own (`forebay.pipeline.model`).
-        alone = [self._malloc(self._run.hidden)] if self._makes_tables(part) else []
-        shared = self._shared(part)
+        alone = [self._malloc(size) for size in (self._run.hidden, part.unused) if size and self._makes_tables(part)]
+        shared = self._shared(part, model_inputs)
         if part.path != "embedding":
             self._walk.workspace(0)  # rotary tables, which come before the layers, are matrix products
-        self._free(alone)
+        if alone:
+            self._run_last_norm()
+            self._free(alone)
         self._running["forward"] = part.path
         self._params.enter(part.place, part.mlp, False)
         run = PartRun(part, {}, x, shared=shared)
         self._manager.begin_forward(run)
         return run
 
-    def _shared(self, part: Part) -> Block | None:
-        """Masks and tables that layers share; None if this forward makes none. An engine keeps those of its first one."""
-        if not part.shared:
-            return None
-        if not self._run.engine:
-            return self._malloc(part.shared, ACTIVATIONS)
+    def _shared(self, part: Part, model_inputs: list[Block]) -> Block | None:
+        """Masks and tables that layers share; None if this forward makes none. An engine keeps those of its first one.
+        Otherwise the base model's frame holds those that are not saved."""
         if self._makes_tables(part):
+            for size in part.given:
+                self._malloc(size, ACTIVATIONS)
             self._walk.tables = self._malloc(part.shared, ACTIVATIONS)
-        return None
+        if not part.shared or self._run.engine:
+            return None
+        model_inputs += [self._malloc(size) for size in (part.unused, *part.given) if size]
+        return self._malloc(part.shared, ACTIVATIONS)
+
+    def _run_last_norm(self) -> None:
+        """The base model's norm, of hidden states that nothing reads."""
+        head = next((parts[-1] for parts in self._run.stages.values() if parts[-1].path == "head"), None)
+        events = (head.events.forward_no_grad or head.events.forward) if head is not None else ()
+        blocks: dict[int, Block] = {}
+        if head is not None and (-1, FINAL_NORM_END) in events:
+            _drain(self._play(blocks, events[: events.index((-1, FINAL_NORM_END))], head))
+        self._free(blocks.values())
 
     def _makes_tables(self, part: Part) -> bool:
         return part.shared > 0 and self._run.engine and self._walk.tables is None

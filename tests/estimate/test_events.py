@@ -10,6 +10,8 @@ from forebay.estimate.events import NamedStorages, cut_nearest, head_events, par
 from forebay.estimate.types import (
     ALL_TO_ALL_BEGIN,
     ALL_TO_ALL_END,
+    EXPERTS_BEGIN,
+    EXPERTS_END,
     FINAL_NORM_BACKWARD,
     FINAL_NORM_END,
     GATE_UP_GRAD,
@@ -113,6 +115,27 @@ def test_one_kernel_recomputes_all_that_comes_from_the_same_storages() -> None:
     backward: list[Any] = [op((7, 4), (8, 5)), op((7, 5), (9, 5))]
     found = part_events(forward, backward, NamedStorages(0, 6, 7, -1, (8, 9), (2,), NONE), compiled=True)
     assert [e for e in found.backward if e[1]] == [(4, 40), (5, 50), (8, 5), (9, 5)]
+
+
+def test_experts_between_pieces_save_what_they_read_as_it_is() -> None:
+    """The norm's result 1, which compiled code could make from x, is held for the experts' backward and freed by it. The piece
+    before them makes it again for a GEMM of its own."""
+    begin, end = Mark(EXPERTS_BEGIN), Mark(EXPERTS_END)
+    forward: list[Any] = [
+        op((0,), (1, 10), fused=True, of=frozenset([0])),
+        op((1,), (2, 20)),
+        begin,
+        op((1,), (5, 50)),
+        end,
+    ]
+    backward: list[Any] = [begin, op((6, 1), (7, 70)), end, op((1, 7), (8, 5)), Freed(8), op((7,), (12, 10)), Freed(7)]
+    named = NamedStorages(0, 5, 6, 12, {8: "router"}, (0, 1), NONE)
+    found = part_events(forward, backward, named, compiled=True, pieces=True)
+    assert (1, 0) not in found.forward
+    there = [event for event in found.backward if event[0] >= 0 and event[0] != 6]
+    again = next(n for n, size in there if size == 10 and n != 12)
+    assert there[:3] == [(7, 70), (1, 0), (again, 10)] and again not in (0, 1)
+    assert (1, 10) not in there and (again, 0) in there
 
 
 def test_a_saved_storage_lives_until_the_last_kernel_of_a_fused_run() -> None:

@@ -101,6 +101,32 @@ def test_saved_bytes_of_eager_attention_with_windows() -> None:
     assert found == sum(size for path, size in real.items() if path)
 
 
+def test_masks_of_eager_attention_are_given_to_layers_though_none_saves_them() -> None:
+    """GPT-OSS makes one of each kind, of 2 bytes a pair of tokens; a model of one layer reads one of them."""
+    mask = 2 * BATCH * SEQUENCE**2
+    both = traced("gpt_oss", attention="eager")
+    assert both.given.count(mask) == 2 and sum(both.given) < 3 * mask and both.unused < mask
+    model = build_tiny_meta(num_hidden_layers=1)
+    one = trace_model(model, Shape(SEQUENCE, BATCH, block=1, gpu=False))
+    assert one.given.count(mask) == 1 and mask <= one.unused < 2 * mask
+    assert traced("qwen3_moe").unused == 0
+
+
+def build_tiny_meta(**sizes: int) -> nn.Module:
+    with torch.device("meta"):
+        return build_tiny("gpt_oss", torch.bfloat16, **sizes, attn_implementation="eager")
+
+
+def test_compiled_experts_between_stages_save_their_rows() -> None:
+    """Compiled code before them saves the sublayer's input; the experts save the norm's result, which has as many bytes."""
+    traces = [traced("mixtral", gpu=True, compiled=True, stages=stages) for stages in (False, True)]
+    alone, stages = (trace.layers[1].mlp.events for trace in traces)
+    assert alone is not None and stages is not None
+    assert alone.experts_x not in alone.saved and stages.experts_x in stages.saved
+    assert (stages.experts_x, 2 * BATCH * SEQUENCE * HIDDEN) in stages.forward
+    assert (stages.experts_x, 0) not in stages.forward and (stages.experts_x, 0) in stages.backward
+
+
 def test_saved_bytes_of_attention_with_sinks_on_a_gpu() -> None:
     """Of a token: its hidden state, q, k, v, the output of flex_attention and lse, as compiled code saves them
     (`tests/models/test_sinks.py` counts the same), and the norm's sum. 24 bytes are the stand-in's, for random numbers."""

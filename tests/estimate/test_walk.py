@@ -9,13 +9,21 @@ import pytest
 import torch
 from torch import nn
 
-from forebay.estimate.allocator import GRADIENTS, CachingAllocator
+from forebay.estimate.allocator import GRADIENTS, TRANSIENT, CachingAllocator
 from forebay.estimate.fsdp import GroupParam, ParamGroup, param_groups
 from forebay.estimate.op_recorder import OpRecorder
 from forebay.estimate.parts import Part, placed_parts
 from forebay.estimate.state import Sharing, weight_shapes
 from forebay.estimate.trace import base_path, trace_model
-from forebay.estimate.types import PartEvents, PartTrace, Shape, StageLayers
+from forebay.estimate.types import (
+    EXPERTS_BEGIN,
+    EXPERTS_END,
+    FINAL_NORM_END,
+    PartEvents,
+    PartTrace,
+    Shape,
+    StageLayers,
+)
 from forebay.estimate.walk import WORKSPACE, AllocatorRun, RankRun, shortened, walk
 from forebay.managed import manage
 from forebay.pipeline.schedule import Action, local_plan
@@ -159,6 +167,60 @@ def test_masks_are_held_until_the_first_layer_has_run_backward() -> None:
     plain, more = walk(rank(sublayers), steps=1), walk(rank(masked), steps=1)
     assert more.peak.allocated - plain.peak.allocated == 144 * MIB
     assert more.levels[-1].allocated == plain.levels[-1].allocated
+
+
+ENGINE = Sharing(sharded=False, parameter=2, compute=2, gathered=True, random=False)
+
+
+def test_overlapped_layers_without_transfers_take_turns_as_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine cuts a MoE layer of one process at its experts too: front, experts forward; experts, weights, front backward.
+    The sizes tell these apart, and h of the backward is free before the forward's experts."""
+    begin, end, h = (-1, EXPERTS_BEGIN), (-1, EXPERTS_END), 200 * MIB
+    events = PartEvents(
+        forward=((1, 2 * MIB), begin, (2, 3 * MIB), end, (3, 16 * MIB), (2, 0)),
+        backward=(
+            begin, (5, h), (6, 4 * MIB), end, begin, (10, 5 * MIB), (5, 0), end, (10, 0), (7, 6 * MIB), (4, 0), (6, 0), (1, 0),
+        ),
+        forward_no_grad=(), x=0, output=3, gradient=4, dx=7, saves_x=True, weight_grads=EXPERTS, transferred=NONE,
+    )  # fmt: skip
+    names = {2: "front", 3: "experts", 4: "experts'", 5: "weights", 6: "front'"}
+    order: list[str] = []
+    own = CachingAllocator.malloc
+
+    def malloc(allocator: CachingAllocator, size: int, stream: Any = 0, role: int = TRANSIENT) -> Any:
+        order.extend([names[size // MIB]] if size // MIB in names else [])
+        if size == 3 * MIB and "experts'" in order:
+            assert allocator.allocated < h
+        return own(allocator, size, stream, role)
+
+    monkeypatch.setattr(CachingAllocator, "malloc", malloc)
+    actions = local_plan(2, True).actions[0]
+    walk(RankRun([], ENGINE, {0: [EMBEDDING, Part("l.0.mlp", 0, events)]}, actions, summed=0, hidden=16 * MIB), steps=1)
+    backward = ["experts'", "weights", "front'"]
+    assert order == ["front", "experts", "front", "experts'", "weights", "experts", "front'", *backward]
+
+
+def test_an_engine_makes_masks_once_from_hidden_states_of_its_own() -> None:
+    """Beside the embedded tokens: hidden states, a mask that no layer reads, the norm of the head, and 100 MiB that stay."""
+    head = PartEvents(
+        ((1, 64 * MIB), (2, 16 * MIB), (-1, FINAL_NORM_END), (3, MIB)), ((5, 16 * MIB), (4, 0), (1, 0), (2, 0)), (),
+        x=0, output=3, gradient=4, dx=5, saves_x=False, weight_grads={}, transferred=NONE,
+    )  # fmt: skip
+    first = part(0, "l.0.self_attn", 0, 0, shared=40 * MIB, given=(60 * MIB,), unused=400 * MIB)
+    parts = [EMBEDDING, first, Part("head", "head", head)]
+    run = AllocatorRun(RankRun([], ENGINE, {0: parts}, local_plan(2, False).actions[0], summed=0, hidden=16 * MIB))
+    found = run.steps(2)
+    assert found.peak.allocated - WORKSPACE == (16 + 16 + 400 + 40 + 60 + 64 + 16) * MIB
+    assert run.allocator.allocated == (40 + 60) * MIB + WORKSPACE
+
+
+def test_masks_that_nothing_saves_are_held_for_a_forward() -> None:
+    sublayers = [part(n, f"l.{n}.self_attn", 32 * MIB, 64 * MIB) for n in range(2)]
+    masked = [replace(sublayers[0], shared=MIB, given=(60 * MIB, 40 * MIB), unused=44 * MIB), sublayers[1]]
+    plain, more = walk(rank(sublayers), steps=1), walk(rank(masked), steps=1)
+    levels = {level.where: level.allocated for level in plain.levels}
+    found = {level.where: level.allocated - levels[level.where] for level in more.levels}
+    assert found["l.1.self_attn forward"] == 145 * MIB and found["l.0.self_attn backward"] <= MIB
 
 
 TWO = Sharing(data=2, sharded=True, parameter=4, compute=2, summed=4, gathered=True, pp=2, random=False)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from forebay.estimate.kernel_order import least_peak_order
 from forebay.estimate.types import (
+    EXPERTS_END,
     FINAL_NORM_BACKWARD,
     FINAL_NORM_END,
     GATE_UP_GRAD,
@@ -54,7 +55,9 @@ def part_events(
     if compiled:
         made = {m.number: m for entry in forward if isinstance(entry, Op) for m in entry.made}
         kept = {n for n in named.saved if n in made}
-        if not pieces:
+        if pieces:
+            backward = _recomputed_apart(backward, made, kept)
+        else:
             forward, backward = _ordered_forward(forward, named, kept), _ordered_backward(backward, named, made, kept)
         f, b = _compiled_forward(forward, named, kept), _compiled_backward(backward, named, made, kept)
         # A compiled sublayer returns all that is saved at its end: a checkpoint drops it then.
@@ -252,6 +255,26 @@ def _compiled_backward(log: Log, named: NamedStorages, made: dict[int, NewStorag
         live.difference_update(freed)
         found += [(n, 0) for n in released.get(at, ())]
     return found
+
+
+def _recomputed_apart(backward: Log, made: dict[int, NewStorage], kept: set[int]) -> Log:
+    """A backward whose experts run between pieces of compiled code.
+
+    The experts save what they read as it is (`OpRecorder.experts_inputs`), and free it. The compiled piece before them does not
+    know that: its backward makes what it can recompute again, such as the norm's result, which `made` gets another number for.
+    """
+    ends = [at for at, entry in enumerate(backward) if _is_mark(entry, EXPERTS_END)]
+    shared = sorted(n for n in kept if made[n].recomputable)
+    if not ends or not shared:
+        return backward
+    last = max([*made, *(m.number for entry in backward if isinstance(entry, Op) for m in entry.made)])
+    again = {n: last + 1 + i for i, n in enumerate(shared)}
+    made.update({m: made[n]._replace(number=m) for n, m in again.items()})
+    rest = [
+        entry._replace(reads=tuple(again.get(n, n) for n in entry.reads)) if isinstance(entry, Op) else entry
+        for entry in backward[ends[-1] :]
+    ]
+    return [*backward[: ends[-1]], *rest]
 
 
 def _ordered_forward(log: Log, named: NamedStorages, kept: set[int]) -> Log:

@@ -18,7 +18,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from forebay.estimate.op_costs import Tally, tensors_in
-from forebay.estimate.types import ALL_TO_ALL_BEGIN, ALL_TO_ALL_END, MATMUL, Freed, Log, Mark, NewStorage, Op
+from forebay.estimate.types import (
+    ALL_TO_ALL_BEGIN,
+    ALL_TO_ALL_END,
+    EXPERTS_BEGIN,
+    EXPERTS_END,
+    MATMUL,
+    Freed,
+    Log,
+    Mark,
+    NewStorage,
+    Op,
+)
 from forebay.estimate.workspaces import EAGER_ONLY, MARK, WorkspaceStep, workspace_steps
 from forebay.models.compile import ASSEMBLING_OPS, recomputable_ops
 
@@ -33,6 +44,7 @@ _IN_PLACE = frozenset({"aten.scatter.src", "aten.scatter.value"})
 """Autograd's formulas run these in place on a result of their own, but not on subclasses of a tensor such as fake tensors."""
 _MATMULS = frozenset({"aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.baddbmm.default"})
 _EXPERTS, _LOSS = "forebay.experts.default", "forebay.linear_cross_entropy.default"
+_EXPERTS_OPS = frozenset({_EXPERTS, "forebay.experts_backward.default", "forebay.experts_weight_backward.default"})
 _TRANSFERS = frozenset(f"forebay.{name}.default" for name in ("dispatch", "combine", "spread", "collect"))
 
 
@@ -45,23 +57,27 @@ class OpRecorder(TorchDispatchMode):
         block: bytes to which the allocator rounds a storage; 512 on CUDA, 1 on a CPU.
         deferred_weight_grads: see `Shape`.
         fused: the code is compiled.
+        stages: mark where the experts begin and end; see `Shape`.
 
     Attributes:
         tally: costs of the operations.
         transferred: storages that the token dispatcher made.
         assembled: storages that `ASSEMBLING_OPS` made. Inductor does not fuse these into what reads them.
+        experts_inputs: of the experts that ran last between stages, storages that they read and that compiled code could
+            recompute, with their bytes. They are results of compiled code, and the experts save them as they are.
         experts: of the last experts that ran, the numbers of their rows and of their first product; -1 if that is not saved.
         head_sum: number of the weight's gradient that the last fused loss made; -1 without one.
     """
 
-    def __init__(self, block: int, deferred_weight_grads: bool = False, fused: bool = False):
+    def __init__(self, block: int, deferred_weight_grads: bool = False, fused: bool = False, stages: bool = False):
         super().__init__()
         self.tally = Tally(fused, self.origins, self.origin_size)
         self.log: Log = []
         self.transferred: set[int] = set()
         self.assembled: set[int] = set()
         self.experts, self.head_sum = (-1, -1), -1
-        self._block, self._deferred, self._fused = block, deferred_weight_grads, fused
+        self.experts_inputs: dict[int, int] = {}
+        self._block, self._deferred, self._fused, self._stages = block, deferred_weight_grads, fused, stages
         self._recomputable = recomputable_ops() | _DECOMPOSED
         self._count = 0
         # Of live storages, by address. An address is used again; numbers of storages and of origins are not.
@@ -118,11 +134,16 @@ class OpRecorder(TorchDispatchMode):
         made = tuple(filter(None, new))
         if name == _EXPERTS:
             self.experts = self.number(args[0]), self.number(results[1])
+            made_before = [source for source in sources if self._is_recomputable(source)] if self._stages else []
+            self.experts_inputs = {self.number(source): self.size(source) for source in made_before}
         elif name == _LOSS:
             self.head_sum = self.number(results[2])
         reads = tuple(dict.fromkeys(n for source in sources if (n := self.number(source)) >= 0))
         eager = self._block > 1 and not self._fused
         steps = workspace_steps(name, args, kwargs, self._deferred) if eager or name not in EAGER_ONLY else ()
+        marks = self._stages and name in _EXPERTS_OPS
+        if marks:
+            self.log.append(Mark(EXPERTS_BEGIN))
         if packet in ASSEMBLING_OPS:
             self.assembled.update(m.number for m in made)
         if name in _TRANSFERS:
@@ -137,6 +158,8 @@ class OpRecorder(TorchDispatchMode):
             if not self._fused and len(made) == 1 and _may_overwrite(name, sources):
                 self._overwrites = len(self.log), self.number(sources[0]), _address(results[0])
             self.log.append(Op(fused, reads, made))
+        if marks:
+            self.log.append(Mark(EXPERTS_END))
 
     def _add(self, tensor: Tensor, sources: list[Tensor] | None, pads: bool) -> NewStorage | None:
         """Count a storage if it is new. `sources`: what compiled code could recompute it from; `pads`: Inductor lays it out."""
@@ -154,6 +177,11 @@ class OpRecorder(TorchDispatchMode):
         weakref.finalize(storage, self._drop, key).atexit = False
         origins = frozenset(self._origin_storages[o] for o in self._origins[key])
         return NewStorage(number, size, recomputable, origins)
+
+    def _is_recomputable(self, tensor: Tensor) -> bool:
+        """Whether it is counted and has other origins than itself."""
+        number, origins = self.number(tensor), self.origins(tensor)
+        return number >= 0 and number not in {self.origin_storage(o) for o in origins}
 
     def _add_origin(self, key: int, size: int, number: int) -> None:
         self._origins[key] = frozenset([len(self._origin_sizes)])

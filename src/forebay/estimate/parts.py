@@ -11,7 +11,17 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from forebay.estimate.types import DH, GATE_UP_GRAD, PAGES, AllocEvent, ModelTrace, PartEvents, PartTrace, StageLayers
+from forebay.estimate.types import (
+    DH,
+    EXPERTS_BEGIN,
+    GATE_UP_GRAD,
+    PAGES,
+    AllocEvent,
+    ModelTrace,
+    PartEvents,
+    PartTrace,
+    StageLayers,
+)
 
 PAGE = 256 << 10
 """Bytes of a page of `forebay.memory.page_store`, which the estimator does not import."""
@@ -31,6 +41,8 @@ class Part:
         trace: its own.
         balance: bytes that the load-balancing loss holds until its backward.
         shared: bytes that all layers of the stage read and this one, their first, holds until its backward: masks, rotary tables.
+        given, unused: bytes of each tensor that they read besides and nothing saves, as masks of eager attention; and of masks
+            for no layer.
         with_previous: under "recompute", one checkpoint has the part before it and this one: only the former's input is kept.
         stashed_x: under "stash", number and bytes of the experts' x, which is in pages after the sublayer's forward.
     """
@@ -43,6 +55,8 @@ class Part:
     trace: PartTrace = field(default_factory=lambda: PartTrace(0, 0))
     balance: int = 0
     shared: int = 0
+    given: tuple[int, ...] = ()
+    unused: int = 0
     with_previous: bool = False
     stashed_x: tuple[int, int] | None = None
 
@@ -70,6 +84,11 @@ class Part:
         gone = {events.output, *(n for n, size in events.forward if not size)}
         return sum(size for n, size in made.items() if n not in gone) if self.placement == "keep" else 0
 
+    @cached_property
+    def staged(self) -> bool:
+        """A MoE sublayer that an engine runs by its stages; the experts are a computation of their own."""
+        return bool(self.events.transferred) or (-1, EXPERTS_BEGIN) in self.events.forward
+
     @property
     def mlp(self) -> bool:
         return self.path.endswith(".mlp")
@@ -90,8 +109,9 @@ def placed_parts(
             with_previous = recompute == WHOLE_LAYER and placement == "recompute" and name == "mlp"
             balance = trace.balance if name == "mlp" and layer.is_moe else 0
             first = name == "self_attn" and number == stage.layers[0]
-            shared = trace.shared if first else 0
-            found.append(replace(part, balance=balance, shared=shared, with_previous=with_previous))
+            shared, given = (trace.shared, trace.given) if first else (0, ())
+            part = replace(part, shared=shared, given=given, unused=trace.unused * first)
+            found.append(replace(part, balance=balance, with_previous=with_previous))
     return found + ([_part("head", "head", trace.head)] if stage.head else [])
 
 

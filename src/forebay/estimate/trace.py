@@ -33,6 +33,7 @@ from forebay.estimate.state import weight_name
 from forebay.estimate.types import (
     FINAL_NORM_BACKWARD,
     FINAL_NORM_END,
+    Freed,
     LayerTrace,
     Log,
     Mark,
@@ -168,7 +169,7 @@ class TraceRun:
 
     Attributes:
         parts: by module path, "embedding" or "head"; none of `forward_only`.
-        shared, balance: see `ModelTrace`.
+        shared, balance, given, unused: see `ModelTrace`.
     """
 
     def __init__(
@@ -182,8 +183,11 @@ class TraceRun:
         self.model, self.base, self.shape = model, base, shape
         self._forward_only = forward_only
         self.parts: dict[str, PartTrace] = dict(known)
-        self.balance = self.shared = 0
-        self._recorder = OpRecorder(shape.block, shape.deferred_weight_grads, shape.compiled)
+        self.balance = self.shared = self.unused = 0
+        self._given: dict[int, int] = {}  # bytes of what layers get, by number, which none has saved yet
+        # By the base model for eager attention, tables included; of them to layers.
+        self._masks_made = self._bytes_given = 0
+        self._recorder = OpRecorder(shape.block, shape.deferred_weight_grads, shape.compiled, shape.stages)
         self._open: dict[str, _TracedPart] = {}
         self._known: set[int] = (
             set()
@@ -233,8 +237,9 @@ class TraceRun:
             self._share(ids)
             self._share(labels)
             x = self._part("embedding", None, lambda: self.base.embed_tokens(ids))
-            self._last = x
+            self._last, self._embedded = x, len(self._recorder.log)
             self.base(inputs_embeds=x, use_cache=False)  # its last norm runs again as a part of the head
+            self.unused = max(0, self._masks_made - self._bytes_given)
             if "head" in self.parts:
                 return
             self._part("head", self._last, partial(self._head, labels=labels))
@@ -287,9 +292,11 @@ class TraceRun:
                 return self._last if site.path.endswith(".self_attn") else (self._last, None, None)
             if "attention_mask" in keywords and self._needs_no_mask(site.module):
                 keywords["attention_mask"] = None
+            if keywords.get("attention_mask") is not None and self.model.config._attn_implementation == "eager":
+                self._masks_made = self._masks_made or _live_bytes(self._recorder.log[self._embedded :])
             for shared in tree_leaves(keywords):
                 if isinstance(shared, Tensor):
-                    self._share(shared)
+                    self._give(shared)
 
             def run(x: Tensor) -> Tensor:
                 result = call(x, **keywords)
@@ -351,6 +358,8 @@ class TraceRun:
             sizes = {recorder.origin_storage(o): recorder.origin_size(o) for o in origins}
             if compiled:
                 recorder.log[log], sizes = cut_nearest(recorder.log[log], kept, recorder.assembled, sizes)
+                if recorder.experts_inputs:
+                    sizes = {**sizes, **recorder.experts_inputs}
                 kept = tuple(sorted(sizes))
             size = min(size, sum(sizes.values()))
         inputs = 0 if leaf is None else recorder.size(leaf)
@@ -368,10 +377,14 @@ class TraceRun:
         """Bytes of the saved storages that this part neither makes nor gets as its input: all layers share these."""
         own = {m.number for entry in log if isinstance(entry, Op) for m in entry.made}
         own |= {-1} if x is None else {-1, self._recorder.number(x)}
-        return sum(size for number, size in saved.items() if number not in own)
+        shared = {number: size for number, size in saved.items() if number not in own}
+        for number in shared:
+            self._given.pop(number, None)
+        return sum(shared.values())
 
     def _restart(self) -> None:
         self._recorder.experts, self._recorder.head_sum = (-1, -1), -1
+        self._recorder.experts_inputs = {}
         self._recorder.tally.take()
 
     def _without_graph(self, x: Tensor, run: Callable[..., Tensor], forget: Callable[[], None]) -> Log:
@@ -391,12 +404,24 @@ class TraceRun:
             saved[reference] = _SavedStorage(r.size(tensor), r.origins(tensor), r.number(tensor))
         return tensor.detach()
 
-    def _share(self, tensor: Tensor) -> None:
-        """An argument of all layers is one input to all of them."""
+    def _give(self, tensor: Tensor) -> None:
+        if self._share(tensor):
+            size = self._recorder.size(tensor)
+            self._given[self._recorder.number(tensor)] = size
+            self._bytes_given += size
+
+    @property
+    def given(self) -> tuple[int, ...]:
+        return tuple(self._given.values())
+
+    def _share(self, tensor: Tensor) -> bool:
+        """An argument of all layers is one input to all of them. Whether it is new."""
         key = tensor.untyped_storage()._cdata
         if key not in self._inputs:
             self._inputs.add(key)
             self._recorder.mark_input(tensor)
+            return True
+        return False
 
     def _backward(self, part: _TracedPart) -> None:
         recorder = self._recorder
@@ -494,6 +519,12 @@ class TraceRun:
         )
 
 
+def _live_bytes(log: Log) -> int:
+    """Bytes of what a log makes and does not free."""
+    made = {m.number: m.size for entry in log if isinstance(entry, Op) for m in entry.made}
+    return sum(made.values()) - sum(made.get(entry.number, 0) for entry in log if isinstance(entry, Freed))
+
+
 def _derived(number: int, log: Log) -> frozenset[int]:
     """The storage, and all that the operations of a log make from it."""
     found = {number} if number >= 0 else set()
@@ -551,15 +582,15 @@ def trace_model(model: Any, shape: Shape, like: ModelTrace | None = None) -> Mod
         run.forward()
         run.backward()
     sublayers = {kind: _layer_trace(run, last, kind, layers[kinds.index(kind)]) for kind in set(kinds)}
-    shared, balance = run.shared, run.balance
-    if like is not None:
-        shared, balance = like.shared, like.balance
+    found: TraceRun | ModelTrace = run if like is None else like
     return ModelTrace(
         run.parts["embedding"],
         tuple(sublayers[kind] for kind in kinds),
         run.parts["head"],
-        shared,
-        balance,
+        found.shared,
+        found.balance,
+        found.given,
+        found.unused,
     )
 
 

@@ -25,6 +25,9 @@ PAGES = 4
 DH, GATE_UP_GRAD = 5, 6
 """Marks where the experts write dh over a saved h, and before the operation that makes gate_up's gradient."""
 
+EXPERTS_BEGIN, EXPERTS_END = 8, 9
+"""Marks before and after an operation of the experts between stages of a MoE sublayer, see `Shape.stages`."""
+
 GPU_BLOCK = 512
 """Bytes to which CUDA's caching allocator rounds (torch `c10/core/AllocatorConfig.h`, kMinBlockSize)."""
 MULTIPROCESSORS = 132
@@ -258,6 +261,8 @@ class ModelTrace:
     Attributes:
         shared: bytes that the first layer of a stage saves for all of them, such as rotary tables.
         balance: bytes that the load-balancing loss saves for each MoE layer.
+        given: bytes of each tensor that layers share and none saves, such as masks of eager attention.
+        unused: bytes of masks that the base model makes for no layer of it, such as GPT-OSS's of full attention with one layer.
     """
 
     embedding: PartTrace
@@ -265,6 +270,8 @@ class ModelTrace:
     head: PartTrace
     shared: int
     balance: int
+    given: tuple[int, ...] = ()
+    unused: int = 0
 
     def recompute_experts(self, numbers: Container[int]) -> ModelTrace:
         """The model with light recomputation of the experts of layers `numbers`."""

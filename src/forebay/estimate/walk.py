@@ -34,7 +34,17 @@ from forebay.estimate.fsdp import (
 from forebay.estimate.offloading import MEASURED_STEPS, Link, OffloadManager, PartRun
 from forebay.estimate.parts import PAGE, Part
 from forebay.estimate.state import Sharing
-from forebay.estimate.types import ALL_TO_ALL_BEGIN, ALL_TO_ALL_END, FINAL_NORM_END, GPU_BLOCK, MATMUL, PAGES
+from forebay.estimate.types import (
+    ALL_TO_ALL_BEGIN,
+    ALL_TO_ALL_END,
+    EXPERTS_BEGIN,
+    EXPERTS_END,
+    FINAL_NORM_END,
+    GPU_BLOCK,
+    MATMUL,
+    PAGES,
+    AllocEvent,
+)
 from forebay.memory.timeline import Plan
 from forebay.pipeline.schedule import Action, turns
 
@@ -378,7 +388,7 @@ class _StepRun:
         for nth, part in enumerate(parts):
             if x is None and part.path != "embedding":
                 x = self._malloc(self._run.hidden)
-            run = self._begin_part(part, x, microbatch)
+            run = self._begin_part(part, x, model_inputs)
             runs.append(run)
             if part.path == "head" and x is not None and not part.events.saves_x:
                 model_inputs.append(x)
@@ -421,30 +431,49 @@ class _StepRun:
         events = run.part.events
         on_mark = {FINAL_NORM_END: partial(self._free_all, model_inputs), PAGES: partial(self._take_pages, run)}
         played = events.forward_no_grad if run.part.placement == "recompute" else events.forward
-        yield from self._play(run.blocks, played, run.part, on_mark=on_mark)
+        yield from self._play(run.blocks, played, run.part, on_mark=on_mark, stop=EXPERTS_BEGIN)
         output = run.blocks.pop(events.output)
         self._place_saved(run)
         return output
 
-    def _begin_part(self, part: Part, x: Block | None, microbatch: int) -> PartRun:
-        shared = self._shared(part)
+    def _begin_part(self, part: Part, x: Block | None, model_inputs: list[Block]) -> PartRun:
+        # An engine's model makes what its layers share once, from hidden states of its own (`forebay.pipeline.model`).
+        alone = [self._malloc(size) for size in (self._run.hidden, part.unused) if size and self._makes_tables(part)]
+        shared = self._shared(part, model_inputs)
         if part.path != "embedding":
             self._walk.workspace(0)  # rotary tables, which come before the layers, are matrix products
+        if alone:
+            self._run_last_norm()
+            self._free(alone)
         self._running["forward"] = part.path
         self._params.enter(part.place, part.mlp, False)
         run = PartRun(part, {}, x, shared=shared)
         self._manager.begin_forward(run)
         return run
 
-    def _shared(self, part: Part) -> Block | None:
-        """Masks and tables that layers share; None if this forward makes none. An engine keeps those of its first one."""
-        if not part.shared:
-            return None
-        if not self._run.engine:
-            return self._malloc(part.shared, ACTIVATIONS)
-        if self._walk.tables is None:
+    def _shared(self, part: Part, model_inputs: list[Block]) -> Block | None:
+        """Masks and tables that layers share; None if this forward makes none. An engine keeps those of its first one.
+        Otherwise the base model's frame holds those that are not saved."""
+        if self._makes_tables(part):
+            for size in part.given:
+                self._malloc(size, ACTIVATIONS)
             self._walk.tables = self._malloc(part.shared, ACTIVATIONS)
-        return None
+        if not part.shared or self._run.engine:
+            return None
+        model_inputs += [self._malloc(size) for size in (part.unused, *part.given) if size]
+        return self._malloc(part.shared, ACTIVATIONS)
+
+    def _run_last_norm(self) -> None:
+        """The base model's norm, of hidden states that nothing reads."""
+        head = next((parts[-1] for parts in self._run.stages.values() if parts[-1].path == "head"), None)
+        events = (head.events.forward_no_grad or head.events.forward) if head is not None else ()
+        blocks: dict[int, Block] = {}
+        if head is not None and (-1, FINAL_NORM_END) in events:
+            _drain(self._play(blocks, events[: events.index((-1, FINAL_NORM_END))], head))
+        self._free(blocks.values())
+
+    def _makes_tables(self, part: Part) -> bool:
+        return part.shared > 0 and self._run.engine and self._walk.tables is None
 
     def _hand_on(self, stage: int, microbatch: int, x: Block) -> None:
         """The output of a stage's forward: the next stage's input, or the loss and its gradient."""
@@ -529,7 +558,7 @@ class _StepRun:
         if run.x is not None:
             blocks[events.x] = run.x
         on_mark = {ALL_TO_ALL_END: partial(self._release_pages, run), PAGES: partial(self._read_pages, run)}
-        yield from self._play(blocks, backward, part, frozenset(events.weight_grads), 1, on_mark)
+        yield from self._play(blocks, backward, part, frozenset(events.weight_grads), 1, on_mark, EXPERTS_END)
         dx = blocks.pop(events.dx, None)
         self._free(block for block in blocks.values() if block is not dx)
         self._free(block for block in (run.balance, run.shared) if block is not None)
@@ -593,16 +622,24 @@ class _StepRun:
         weight_grads: frozenset[int] = frozenset(),
         thread: int = 0,
         on_mark: Mapping[int, Callable[[], None]] = MappingProxyType({}),
+        stop: int = -1,
     ) -> Iterator[None]:
         """Play events on blocks; in an engine yields after each transfer.
 
         Args:
             thread: whose cuBLAS workspace is used; 1 is autograd's.
             on_mark: called at marks; that of `ALL_TO_ALL_END` when the experts' weight gradients have been made.
+            stop: a mark where a computation of an engine's MoE layer ends if nothing is transferred. What the operation before it
+                read alone is freed first.
         """
+        stops = self._stops(events, stop) if self._run.engine and not part.events.transferred else iter(())
+        due: tuple[None, ...] = ()
         transfers, transferred = 0, part.events.transferred
         malloc, free = self._allocator.malloc, self._allocator.free
         for number, size in events:
+            if due and size:
+                yield from due
+                due = ()
             if number >= 0 and size:
                 blocks[number] = malloc(size, self._transfer_stream if number in transferred else self._stream)
             elif number >= 0:
@@ -611,6 +648,8 @@ class _StepRun:
                     number in weight_grads and self._params.keeps(part.place, part.events.weight_grads[number], block)
                 ):
                     free(block)
+            elif size == stop:
+                due = next(stops, ())
             elif size != ALL_TO_ALL_END:
                 self._mark(size, part, thread, transfers, on_mark)
             else:
@@ -624,6 +663,7 @@ class _StepRun:
                 if not transfers:
                     self._params.compute_experts(part.place, True)
                 transfers += 1
+        yield from due
 
     def _mark(
         self, mark: int, part: Part, thread: int, transfers: int, on_mark: Mapping[int, Callable[[], None]]
@@ -635,8 +675,15 @@ class _StepRun:
         elif mark == ALL_TO_ALL_BEGIN and transfers:
             self._params.compute_experts(part.place, False)
 
+    @staticmethod
+    def _stops(events: Sequence[AllocEvent], stop: int) -> Iterator[tuple[None, ...]]:
+        """At each mark `stop`, how often to yield. A backward has two stops: after the experts' input gradients, and after their
+        weight gradients, even if there are none."""
+        marks = sum(event == (-1, stop) for event in events)
+        return iter([(None,)] * (marks - 1) + [(None,) * (1 + (stop == EXPERTS_END and marks == 1))])
+
     def _yields_after(self, part: Part) -> bool:
-        """A dense layer is a single computation; `_play` yields inside of a MoE layer."""
+        """A dense layer is a single computation; `_play` yields inside of a MoE layer, and after its transfers."""
         return self._run.engine and part.mlp and not part.events.transferred
 
     def _send(self, kind: str, stage: int, microbatch: int, block: Block) -> None:
@@ -660,8 +707,8 @@ class _StepRun:
 
 
 def _have_experts(parts: Sequence[Part]) -> list[bool]:
-    """For each layer, whether its tokens are dispatched."""
-    return [bool(part.events.transferred) for part in parts if part.mlp]
+    """For each layer, whether it runs by the stages of a MoE sublayer."""
+    return [part.staged for part in parts if part.mlp]
 
 
 def _drain(steps: Iterator[None]) -> None:

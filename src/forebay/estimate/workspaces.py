@@ -119,11 +119,11 @@ def _attention_backward(
     dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any, deferred: bool, **_: Any
 ) -> list[WorkspaceStep]:
     """The buffers of flash attention 2 (torch's `flash_api.cpp`, mha_bwd) by size: the sum of dO*O, and dq in fp32, with the
-    sequence rounded up to 128 and the head's width to 32; for grouped queries dk and dv of all query heads. They are
+    sequence rounded up to 64 and the head's width to 32; for grouped queries dk and dv of all query heads. They are
     one block, as in the cuDNN kernel that torch 2.11 uses on an H200: equal to the byte to the recorded histories of
     three models. Results: dq, dk, dv."""
     batch, heads, length, width = q.shape
-    length = -(-length // 128) * 128
+    length = -(-length // 64) * 64
     size = 4 * batch * heads * length * (1 + -(-width // 32) * 32)
     if k.shape[1] != heads:
         size += sum(t.numel() // t.shape[1] * heads * t.element_size() for t in (k, v))

@@ -105,6 +105,17 @@ def test_alone_and_compiled(tmp_path: Path, no_codegen: None) -> None:
 # --- One microbatch after the other, as a CUDA graph has them.
 
 
+def three_microbatches(folder: str, memory: dict[str, Any], parallel: dict[str, Any], compute: str = "") -> Any:
+    return config(
+        folder,
+        {**WIDE, "num_hidden_layers": 3},
+        model={"compute": compute},
+        train={"batch": 6, "microbatch": 2},
+        memory=memory,
+        parallel=parallel,
+    )
+
+
 @pytest.mark.parametrize(
     "policy",
     ["keep", "recompute", "offload", {"*.self_attn": "offload", "*.mlp": "offload", "*.mlp.experts": "recompute"}],
@@ -113,13 +124,7 @@ def test_alone_and_compiled(tmp_path: Path, no_codegen: None) -> None:
 def test_microbatches_in_turn_have_the_bits_of_plain_steps(folder: str, policy: Any) -> None:
     found = []
     for graph in (False, True):
-        settings = config(
-            folder,
-            {**WIDE, "num_hidden_layers": 3},
-            train={"batch": 6, "microbatch": 2},
-            memory={"policy": policy, "graph": graph},
-            parallel={"overlap": False, "reshard": False},
-        )
+        settings = three_microbatches(folder, {"policy": policy, "graph": graph}, {"overlap": False, "reshard": False})
         with Trainer(settings) as trainer:
             assert (trainer.engine is not None) == graph
             records = [trainer.step(number) for number in range(1, 5)]
@@ -133,14 +138,8 @@ def test_experts_that_are_gathered_for_each_use_change_no_bit(folder: str, polic
     """They are whole in no parameter between two uses."""
     found = []
     for reshard in (False, True):
-        settings = config(
-            folder,
-            {**WIDE, "num_hidden_layers": 3},
-            model={"compute": "bfloat16"},
-            train={"batch": 6, "microbatch": 2},
-            memory={"policy": policy, "graph": True},
-            parallel={"overlap": True, "reshard": reshard},
-        )
+        parallel = {"overlap": True, "reshard": reshard}
+        settings = three_microbatches(folder, {"policy": policy, "graph": True}, parallel, "bfloat16")
         with Trainer(settings) as trainer:
             block = moe_blocks(trainer.model)[0]
             held = []
@@ -155,14 +154,8 @@ def test_experts_that_are_gathered_for_each_use_change_no_bit(folder: str, polic
 @pytest.mark.parametrize("gradients", ["float32", "compute"])
 def test_a_use_that_failed_leaves_no_experts_gathered_for_the_next_step(folder: str, gradients: str) -> None:
     """As a capture that fails: its kernels never ran, so what it gathered is not what the weights are. FSDP2 gathers once."""
-    settings = config(
-        folder,
-        {**WIDE, "num_hidden_layers": 3},
-        model={"compute": "bfloat16"},
-        train={"batch": 6, "microbatch": 2},
-        memory={"graph": True},
-        parallel={"overlap": True, "reshard": True, "gradients": gradients},
-    )
+    parallel = {"overlap": True, "reshard": True, "gradients": gradients}
+    settings = three_microbatches(folder, {"graph": True}, parallel, "bfloat16")
     found = []
     for fails in (False, True):
         with (

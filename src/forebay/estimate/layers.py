@@ -225,7 +225,7 @@ def shape_of(config: Config, declared: Any, sharing: Sharing, skew: float = 1.0)
         c.microbatch(sharing.batch),
         c.model.experts,
         c.model.loss,
-        stages=sharing.gathered or p.ep > 1,
+        stages=c.cuts_at_dispatch,
         ep=p.ep,
         skew=skew,
         capacity_factor=c.step.capacity_factor if p.dispatch in ("auto", "symmetric") else 0.0,

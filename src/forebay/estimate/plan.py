@@ -436,7 +436,7 @@ def _estimator(
     placements, light, whole = dict[str, str](), set[int](), set[int]()
     if auto is None:
         claims = _claims(c, facts)
-        _refuse_stash(claims, c, sharing, facts, traces.model(c.model, declared))
+        _refuse_stash(claims, c, facts, traces.model(c.model, declared))
         mode = c.memory.recompute if c.model.experts == "forebay" else "full"
         placements, light, whole = _placements(claims, facts.sublayers, mode, notes)
     shape = shape_of(c, declared, sharing, skew)
@@ -501,9 +501,9 @@ def _claims(config: Config, facts: ModelFacts) -> list[Claim]:
     return claims
 
 
-def _refuse_stash(claims: Sequence[Claim], config: Config, sharing: Sharing, facts: ModelFacts, model: Any) -> None:
+def _refuse_stash(claims: Sequence[Claim], config: Config, facts: ModelFacts, model: Any) -> None:
     """Raise UsageError for a "stash" that a run refuses: only what a token dispatcher brings to Forebay's experts is paged."""
-    dispatches = (sharing.gathered or sharing.ep > 1) and config.model.experts == "forebay"
+    dispatches = config.cuts_at_dispatch and config.model.experts == "forebay"
     paged = {path for h in _moe_sublayers(facts) for path in (h, f"{h}.experts")} if dispatches else set()
     try:
         split_stash(model, [claim for claim in claims if claim.path not in paged], None)

@@ -200,7 +200,7 @@ class UnshardedStep:
                     record.free_unsharded_param()
         for hook in self._hooks:
             hook.remove()
-        self._hooks, self._experts, self._addresses = [], [], {}
+        self._hooks, self._experts, self._addresses, self._is_made = [], [], {}, False
 
     def _record_at(self, address: int) -> Any:
         """The record among `_experts` whose gathered weight is at `address`. A weight that was freed comes to another address."""
@@ -284,7 +284,7 @@ class UnshardedStep:
         # FSDP2 makes each gathered parameter once and fills it again for every step, so hooks on it last.
         for record in self._records():
             self._accumulate(record)
-        # Of a resharded module these are the shards.
+        # Gathered parameters, or the shards of a module that is gathered for each use.
         experts = {id(p) for block in moe_blocks(self._model) for p in block.experts.parameters()}
         for record in self._records():
             weight = record.unsharded_param

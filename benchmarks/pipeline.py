@@ -81,6 +81,11 @@ ARMS: dict[str, dict[str, dict[str, Any]]] = {
         }
     },
     "dualpipev, bf16 sums, graph": {"parallel": {"gradients": "compute"}, "memory": {"graph": True}},
+    # The best partition of 8 DeepSeek-V2-Lite layers that cuts none of them in two.
+    "dualpipev, bf16 sums, graph, whole layers": {
+        "parallel": {"gradients": "compute", "partition": [2, 2, 3, 1]},
+        "memory": {"graph": True},
+    },
     "dualpipev, bf16 sums, graph, reshard": {
         "parallel": {"gradients": "compute", "reshard": True},
         "memory": {"graph": True},

@@ -98,7 +98,10 @@ def test_overrides(tmp_path: Path) -> None:
         (with_key("parallel", chunks=3), ["parallel.chunks", "'interleaved-1f1b'", "not 'dualpipev'"]),
         (with_key("parallel", chunks=1), ["parallel.chunks = 1", "at least 2"]),
         (with_key("parallel", partition="evenly"), ["parallel.partition = 'evenly'", "'auto', 'even' or a list"]),
-        (with_key("parallel", partition=[1.5]), ["parallel.partition", "a text or a list of whole numbers"]),
+        (
+            with_key("parallel", partition=["1"]),
+            ["parallel.partition", "a text or a list of whole numbers or a list of numbers"],
+        ),
         (with_key("parallel", partition=[4]), ["parallel.partition", "parallel.pp above 1"]),
         (
             with_key("parallel", pp=2, partition=[1, 2, 1]),
@@ -106,8 +109,9 @@ def test_overrides(tmp_path: Path) -> None:
         ),
         (
             with_key("parallel", pp=2, partition=[1, 0, 1, 2]),
-            ["[1, 0, 1, 2] leaves a stage without layers", "at least 1"],
+            ["[1, 0, 1, 2] gives a stage 0 layers", "valid are 0.5 and more"],
         ),
+        (with_key("parallel", pp=2, partition=[1.3, 1, 1, 1]), ["gives a stage 1.3 layers", "in steps of 0.5"]),
         (with_key("parallel", pp=2, overlap=True), ["parallel.overlap", "'dualpipev' overlaps by itself"]),
         ({"model": {"family": "mixtral", "loss": "transformers"}, "parallel": {"pp": 2}}, ["model.loss = 'fused'"]),
         (with_key("model", loss="transformers") | {"parallel": {"overlap": True}}, ["parallel.overlap = true needs"]),
@@ -231,6 +235,7 @@ def test_stages() -> None:
     assert from_mapping(VALID).stages == 1
     assert pipeline("1f1b", 4, 8).stages == 4 and pipeline("zbv", 4, 8).stages == 8
     assert pipeline("dualpipev", 2, 8, partition=[1, 2, 2, 1]).parallel.partition == (1, 2, 2, 1)
+    assert pipeline("dualpipev", 2, 8, partition=[1.5, 2, 2, 0.5]).parallel.partition == (1.5, 2, 2, 0.5)
     assert pipeline("interleaved-1f1b", 2, 8, chunks=3, partition=[1] * 6).stages == 6
     policy = {"*.self_attn": "recompute", "*.mlp": "offload"}
     assert from_mapping(PIPELINE | {"memory": {"policy": policy}}).parallel.pp == 2

@@ -424,7 +424,9 @@ def _sublayers(model: nn.Module, compile: bool, dispatcher: TokenDispatcher | No
 
 
 def _run_sinks_on_flex(model: nn.Module, sublayers: Sublayers, fallbacks: list[str]) -> None:
-    masks = install_sinks(model, [layer.mixer for layer in sublayers.layers], fallbacks)
+    masks = install_sinks(
+        model, [layer.mixer for layer in sublayers.layers if layer.attention in layer.sites], fallbacks
+    )
     if masks is not None:
         sublayers.own_masks(masks)
 

@@ -66,9 +66,7 @@ def test_auto_is_partition_layers_of_the_traced_costs() -> None:
     assert len(set(costs.layers)) == 2 and len(set(costs.layers[1:])) == 1
 
     found = plan_layers(c).partition
-    assert found == partition_layers(
-        costs.layers, "dualpipev", 2, embedding=costs.embedding, head=costs.head, microbatches=32 // 2 // 2
-    )
+    assert found == partition_layers(costs, "dualpipev", 2, microbatches=32 // 2 // 2)
     assert found == partition_of(c, 10, 2, costs) and found.time is not None and found.memory is not None
     assert partition_of(c, 10, 2) == even_partition(10, "dualpipev", 2)
 

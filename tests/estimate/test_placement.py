@@ -21,6 +21,7 @@ from forebay.estimate.plan import fit_run
 from forebay.estimate.trace_cache import TraceCache
 from forebay.estimate.types import LayerTrace, ModelTrace, OpCost, PartTrace, StageLayers
 from forebay.estimate.walk import StepLevel
+from forebay.pipeline.partition import StageLayer
 
 FAST = 1e30  # a link that carries everything at once
 EVERY = frozenset({"recompute", "offload", "stash"})
@@ -60,7 +61,7 @@ class Case:
             shared=5,
             balance=3,
         )
-        numbers = tuple(range(layers))
+        numbers = tuple(map(StageLayer, range(layers)))
         stages = {0: StageLayers(numbers, True, True)}
         self.options = rank_options(trace, stages, allowed, self.machine, "m", "light")
         self.times = {own[0].path: (own[0].saved / 100, own[0].saved / 50) for own in self.options[0]}

@@ -28,11 +28,14 @@ from forebay.estimate.state import (
     WeightShapes,
     outside_bytes,
     symmetric_bytes,
+    weight_shapes,
 )
 from forebay.kernels.symm_mem import PeerLayout
 from forebay.memory.storage import local
+from forebay.pipeline.partition import StageLayer
 from forebay.train.distributed import Mesh
 from forebay.train.trainer import Trainer
+from tests.models.conftest import build_tiny
 from tests.ranks import run_ranks
 from tests.train.common import MODEL, config, write_text
 
@@ -95,6 +98,17 @@ def test_two_processes(tmp_path: Path, parallel: dict[str, int]) -> None:
     assert real[0]["parameters"] >= real[1]["parameters"]
 
 
+def test_pipeline_ranks_that_share_a_layer(tmp_path: Path) -> None:
+    """Rank 0 has the attention of layer 0 and the MLP of layer 2, rank 1 their other sublayers."""
+    sizes = {**MODEL, "num_hidden_layers": 4, "mlp_only_layers": [0]}
+    parallel = {"pp": 2, "schedule": "dualpipev", "partition": [0.5, 1, 1, 1.5]}
+    train = {"batch": 8, "microbatch": 1}
+    settings = config(write_text(tmp_path), sizes, train=train, parallel=parallel)
+    real = run_ranks(_two, 2, settings.to_dict())
+    ranks = fit_run(settings, plan_layers(settings, 2), 2).ranks
+    assert [(r.parameters, r.optimizer) for r in ranks] == [(r["parameters"], r["optimizer"]) for r in real]
+
+
 TINY = WeightShapes(
     (Weight("embed_tokens.weight", (10, 4)),),
     (Weight("norm.weight", (4,)), Weight("lm_head.weight", (10, 4))),
@@ -103,10 +117,20 @@ TINY = WeightShapes(
 )
 
 
+def test_a_layer_that_is_cut_in_two_has_the_weights_of_one_sublayer() -> None:
+    weights = weight_shapes(build_tiny("qwen3_moe"))
+    whole, attention, mlp = (weights.of(StageLayer(1, *here)) for here in ((True, True), (True, False), (False, True)))
+    assert weights.divisible and {*attention, *mlp} == set(whole) and not {*attention} & {*mlp}
+    assert {w.name.partition(".")[0] for w in attention} == {"input_layernorm", "self_attn"}
+    assert {w.name.partition(".")[0] for w in mlp} == {"post_attention_layernorm", "mlp"}
+    groups = param_groups(weights, [StageLayer(0), StageLayer(1, mlp=False)], False, False, Sharing())
+    assert [p.name for p in groups[-1].params] == [w.name for w in attention]
+
+
 def test_shards_by_hand() -> None:
     """4 processes, experts over 2: of 10 rows 3, of 6 rows 2, of 8 experts 4 each, and of those 2 in each of two columns."""
     s = Sharing(data=4, ep=2, sharded=True, apart=True)
-    ends, *layers = param_groups(TINY, (0, 1), True, False, s)
+    ends, *layers = param_groups(TINY, (StageLayer(0), StageLayer(1)), True, False, s)
     assert [(p.own, p.whole) for p in ends.params] == [(3 * 4, 10 * 4)]
     assert [(g.place, g.experts, g.processes, *((p.own, p.whole, p.drawn) for p in g.params)) for g in layers] == [
         group

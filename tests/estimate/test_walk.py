@@ -26,6 +26,7 @@ from forebay.estimate.types import (
 )
 from forebay.estimate.walk import WORKSPACE, AllocatorRun, RankRun, shortened, walk
 from forebay.managed import manage
+from forebay.pipeline.partition import StageLayer
 from forebay.pipeline.schedule import Action, local_plan
 from tests.estimate.peaks import peak_of
 
@@ -299,14 +300,14 @@ def test_the_peak_is_that_of_a_real_step(monkeypatch: pytest.MonkeyPatch, placem
     meta = built("meta")
     weights, prefix = weight_shapes(meta), f"{base_path(meta)}.layers"
     trace = trace_model(meta, Shape(sequence, 1, block=512, gpu=False, checkpointed_experts=experts))
-    stage = StageLayers(tuple(range(4)), True, True)
+    stage = StageLayers(tuple(map(StageLayer, range(4))), True, True)
     placements = {
         f"{prefix}.{n}.{sublayer}": "keep" if experts else placement
         for n in range(4)
         for sublayer in ("self_attn", "mlp")
     }
     parts = placed_parts(trace, stage, placements, prefix=prefix, recompute=mode)
-    groups = param_groups(weights, range(4), True, True, ALONE)
+    groups = param_groups(weights, stage.layers, True, True, ALONE)
     for microbatches, peak in real.items():
         actions = local_plan(microbatches, False).actions[0]
         run = AllocatorRun(RankRun(groups, ALONE, {0: parts}, actions, 0, 0))

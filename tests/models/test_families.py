@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import forebay
 from forebay.memory.overrides import is_managed
-from forebay.models.families import LocalLayers, all_layers, decoder_layers, keep_part, moe_blocks
+from forebay.models.families import LocalLayers, absent_layers, all_layers, decoder_layers, keep_part, moe_blocks
 from forebay.models.hf_experts import uses_forebay
 from forebay.models.router import RouterStats
 from forebay.moe.dispatch import LocalDispatcher
@@ -75,6 +75,39 @@ def test_the_parts_are_the_whole(family: str, cut: Any) -> None:
     assert sorted(blocks) == sorted(b.path for b in moe_blocks(whole))
     assert sorted(layers) == sorted(parts.path for parts in decoder_layers(whole))
     assert all_layers(whole) == tuple(whole.model.layers)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_layer_is_cut_in_two(family: str) -> None:
+    """Each part has the weights of one sublayer, under their names, and no memory for the others, which still show their
+    structure."""
+    whole = on_meta(family)
+    shapes = {name: tuple(p.shape) for name, p in whole.named_parameters()}
+    first, second = (on_meta(family) for _ in range(2))
+    keep_part(first, [0, 1], True, False, without_mlp=[1])
+    keep_part(second, [1, 2, 3, 4], False, True, without_attention=[1])
+    found = [{name: tuple(p.shape) for name, p in part.named_parameters()} for part in (first, second)]
+    assert found[0] | found[1] == shapes and not found[0].keys() & found[1].keys()
+    for part, number, absent in ((first, 1, "mlp"), (second, 0, "self_attn")):
+        parts = list(decoder_layers(part))[number]
+        assert (parts.has_attention, parts.has_mlp) == (absent == "mlp", absent == "self_attn")
+        paths = [path for path, _ in absent_layers(part)]
+        assert f"model.layers.1.{absent}" in paths and "model.layers.1" not in paths
+        assert parts.block_path not in [block.path for block in moe_blocks(part)] or absent != "mlp"
+        part.to_empty(device="cpu")
+        assert not any(t.is_meta for t in [*part.parameters(), *part.buffers()])
+        assert all(p.is_meta for p in getattr(parts.module, absent).parameters())
+        with forebay.manage(part, {"model.layers.*": "keep", "model.layers.1.*": "recompute"}, loss="fused") as memory:
+            assert f"model.layers.1.{absent}" not in memory.sublayers
+            assert len(memory.sublayers) == 2 * len(memory.sublayers.layers) - 1
+
+
+def test_a_layer_with_weights_of_its_own_is_not_cut_in_two() -> None:
+    model = on_meta("qwen3_moe")
+    model.model.layers[1].scale = nn.Parameter(torch.ones(1, device="meta"))
+    with pytest.raises(ValueError, match="a Qwen3MoeDecoderLayer cannot be cut in two"):
+        keep_part(model, [0, 1], True, False, without_mlp=[1])
+    assert isinstance(model.model.layers, nn.ModuleList)  # left as it was
 
 
 @pytest.mark.parametrize("family", FAMILIES)

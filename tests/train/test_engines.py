@@ -185,12 +185,12 @@ def gathered(experts: torch.nn.Module) -> bool:
 # --- Recomputation and split backwards on pipelines.
 
 
-def placed(folder: str, schedule: str, policy: str) -> Any:
+def placed(folder: str, schedule: str, policy: str, **parallel: Any) -> Any:
     return config(
         folder,
         PLACED,
         train={"batch": MICROBATCHES, "microbatch": 1},
-        parallel={"dispatch": "nccl", "pp": 2, "schedule": schedule},
+        parallel={"dispatch": "nccl", "pp": 2, "schedule": schedule, **parallel},
         memory={"policy": policy},
     )
 
@@ -219,12 +219,23 @@ def calls(rank: int, world: int, folder: str) -> dict[str, tuple[int, int, int]]
     return found
 
 
+# Schedule, partition, policy. Of those that cut layers in two, the V's cut one inside of a rank too.
+SPLIT: dict[str, tuple[str, Any, Any]] = {
+    "1f1b": ("1f1b", "even", "keep"),
+    "zbv": ("zbv", "even", "keep"),
+    "dualpipev": ("dualpipev", "even", "keep"),
+    "1f1b, cut": ("1f1b", [2.5, 2.5], "keep"),
+    "zbv, cut": ("zbv", [1.5, 1, 1.5, 1], "recompute"),
+    "dualpipev, cut": ("dualpipev", [0.5, 2, 1, 1.5], {"*.mlp": "recompute", "*.1.self_attn": "offload"}),
+}
+
+
 def split(rank: int, world: int, folder: str) -> dict[str, list[str]]:
-    """By schedule, differences between split backwards and 1f1b, over the whole model."""
+    """Differences between split backwards, or layers that are cut in two, and 1f1b, over the whole model."""
     references: dict[str, Any] = {}
     found = {}
-    for schedule in ("1f1b", "zbv", "dualpipev"):
-        settings = placed(folder, schedule, "keep")
+    for name, (schedule, partition, policy) in SPLIT.items():
+        settings = placed(folder, schedule, policy, partition=partition)
         with Mesh.open(settings) as mesh, Trainer(settings, mesh) as trainer:
             losses = mesh.sum(torch.stack(trainer.gradients(1))).tolist()
             kinds = {action.kind for actions in trainer.engine.plan.actions for action in actions}
@@ -233,12 +244,12 @@ def split(rank: int, world: int, folder: str) -> dict[str, list[str]]:
             torch.distributed.all_gather_object(parts, own)
         grads = {n: g for part in parts for n, g in part.items()}
         wanted = references.setdefault("1f1b", (losses, grads))
-        found[schedule] = (
-            [] if losses == wanted[0] and grads.keys() == wanted[1].keys() else [f"{losses} for {wanted[0]}"]
-        )
-        found[schedule] += [n for n, g in grads.items() if (g != wanted[1][n]).any()]
+        found[name] = [] if losses == wanted[0] and grads.keys() == wanted[1].keys() else [f"{losses} for {wanted[0]}"]
+        found[name] += [n for n, g in grads.items() if (g != wanted[1][n]).any()]
+        if sum(map(len, parts)) != len(grads):
+            found[name].append("a weight is on two ranks")
         if ({"I", "W"} <= kinds) != (schedule != "1f1b"):
-            found[schedule].append(f"actions are {kinds}")
+            found[name].append(f"actions are {kinds}")
     return found
 
 
@@ -258,9 +269,9 @@ def test_a_region_is_recomputed_once(two_ranks: list[Any]) -> None:
         assert all(counted[1:] == (2, 2) for counted in found.values()), found
 
 
-def test_split_backwards_are_bitwise_whole_ones(two_ranks: list[Any]) -> None:
+def test_split_backwards_and_layers_are_bitwise_whole_ones(two_ranks: list[Any]) -> None:
     for _, found in two_ranks:
-        assert found == {"1f1b": [], "zbv": [], "dualpipev": []}
+        assert found == {name: [] for name in SPLIT}
 
 
 # --- Pipelines that cannot run, and failures in those that can.

@@ -30,6 +30,9 @@ BF16_STEPS = 32  # until steps with offload are captured for good: three graphs 
 # differed in some query weights' last bits, with and without a graph.
 MODEL = {"dtype": "float32", "attention": "eager"}
 SIZES = {**GPU_SIZES, "num_hidden_layers": 4, "num_experts": 8, "router_aux_loss_coef": 0.01}
+# Layers that are cut in two; each rank's weights are others then.
+CUT_NAMES = "bf16 cut", "bf16 cut in a graph"
+CUT: tuple[tuple[str, dict[str, Any]], ...] = ((CUT_NAMES[0], {}), (CUT_NAMES[1], {"graph": True}))
 
 
 def cases(world: int) -> dict[str, dict[str, Any]]:
@@ -44,10 +47,11 @@ def cases(world: int) -> dict[str, dict[str, Any]]:
             ("bf16", {}),
             ("bf16 keep in a graph", {"graph": True}),
             ("bf16 offload in a graph", {"graph": True, "policy": "offload"}),
-            *((("bf16 resharded in a graph", {"graph": True}),) if schedule == "dualpipev" else ()),
+            *((("bf16 resharded in a graph", {"graph": True}), *CUT) if schedule == "dualpipev" else ()),
         ):
             compute = {"compute": "bfloat16"} if "bf16" in what else {}
             parallel = {"pp": 2, "schedule": schedule, "reshard": "resharded" in what or "graph" not in what}
+            parallel |= {"partition": [0.5, 1.5, 1, 1]} if "cut" in what else {}
             found[f"{schedule} {what}"] = {
                 "parallel": parallel,
                 "memory": own,
@@ -91,7 +95,7 @@ def test_pipelines_through_nccl(tmp_path: Path) -> None:
                 ("keep", "offload"),
                 ("bf16", "bf16 keep in a graph"),
                 ("bf16", "bf16 offload in a graph"),
-                *((("bf16", "bf16 resharded in a graph"),) if schedule == "dualpipev" else ()),
+                *((("bf16", "bf16 resharded in a graph"), CUT_NAMES) if schedule == "dualpipev" else ()),
             ):
                 steps, same = (torch.load(tmp_path / f"{schedule} {name}-{rank}.pt") for name in (one, other))
                 assert_same_steps(same, steps, f"{schedule}, {other}, rank {rank}")

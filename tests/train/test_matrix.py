@@ -62,6 +62,9 @@ TOLERANCE = 2e-6  # of a gradient's norm: the same sums in another order, fp32; 
 CANCELS = 0.1
 
 
+CUT = {"partition": [0.5, 1.5, 1, 1]}  # of the two layers that are cut in two, one is on two ranks
+
+
 @dataclass(frozen=True)
 class Row:
     world: int
@@ -101,7 +104,7 @@ def rows() -> list[Row]:
         found.append(Row(4, 2, 2, schedule, turned[:2]))
         found.append(Row(4, 4, 1, schedule, turned[2:3]))
         found.append(Row(2, 2, 1, schedule, names if schedule in SLOW_ON_FOUR else turned[3:]))
-    found.append(Row(4, 2, 1, "dualpipev", ["offload all"]))  # sharded by FSDP2 alone
+    found.append(Row(4, 2, 1, "dualpipev", ["offload all"], CUT))  # sharded by FSDP2 alone
     found.append(Row(2, 1, 1, "1f1b", ["mixed"], {"reshard": True, "reduce": "microbatch"}))
     found.append(Row(2, 1, 2, "1f1b", ["stash and offload"]))
     found.append(Row(4, 1, 2, "1f1b", ["mixed"]))
@@ -113,7 +116,7 @@ def rows() -> list[Row]:
     found.append(Row(4, 1, 2, "1f1b", ["mixed"], {"replicate": 2}, "glm4_moe"))  # experts are not sharded in a replica
     found.append(Row(4, 2, 1, "dualpipev", [], {"replicate": 2}, "qwen3_moe tied"))  # nor is anything
     found.append(Row(4, 1, 1, "1f1b", [], {"replicate": 2, "reduce": "microbatch"}))
-    found += [Row(2, 2, 1, "dualpipev", [], {}, model) for model in ("qwen3_moe tied", "deepseek_v3", "qwen3")]
+    found += [Row(2, 2, 1, "dualpipev", [], CUT, model) for model in ("qwen3_moe tied", "deepseek_v3", "qwen3")]
     return found
 
 

@@ -200,8 +200,10 @@ class Parallel:
     pp: int = key(1, "Pipeline ranks: groups of processes that hold different layers.", low=1)
     schedule: str = key("dualpipev", "Order of the microbatches through the stages.", choices=SCHEDULES)
     chunks: int = key(2, "Stages of each pipeline rank; 'interleaved-1f1b' only.", low=2)
-    partition: str | tuple[int, ...] = key(
-        "auto", "Layers of each stage: 'auto' balances cost and memory, 'even', or a list with a count for each stage."
+    partition: str | tuple[int, ...] | tuple[float, ...] = key(
+        "auto",
+        "Layers of each stage: 'auto' balances cost and memory, 'even', or a list with a count for each stage; half a layer is "
+        "one of its two sublayers, attention or MLP.",
     )
     ep: int = key(1, "Processes that share the experts of a layer.", low=1)
     dispatch: str = key(

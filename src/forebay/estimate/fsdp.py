@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 from forebay.estimate.allocator import GRADIENTS, OPTIMIZER, PARAMETERS, Block, CachingAllocator
 from forebay.estimate.state import Sharing, Weight, WeightShapes, shard_length
+from forebay.pipeline.partition import StageLayer
 from forebay.train.parallel import cast_parts
 
 GATHER = "gather"
@@ -76,7 +77,7 @@ class ParamGroup:
 
 
 def param_groups(
-    weights: WeightShapes, layers: Sequence[int], embedding: bool, head: bool, sharing: Sharing
+    weights: WeightShapes, layers: Sequence[StageLayer], embedding: bool, head: bool, sharing: Sharing
 ) -> list[ParamGroup]:
     """The groups in the order in which FSDP2 finds its modules: what no other group has, embedding, layers, head."""
     s = sharing
@@ -89,8 +90,8 @@ def param_groups(
         whole, last = [*first, *norm, *last], []
         kinds = ["embedding"] * len(first) + [""] * len(norm) + ["head"] * (len(whole) - len(first) - len(norm))
         found = [_group(-1, whole, s, *kinds)]
-    for number in layers:
-        every = weights.layers[number]
+    for layer in layers:
+        number, every = layer.number, weights.of(layer)
         others, experts = [w for w in every if not w.experts], [w for w in every if w.experts]
         if s.apart and experts:
             found += [_group(number, others, s), _group(number, experts, s)]

@@ -15,6 +15,7 @@ from forebay.estimate.device import DeviceProfile
 from forebay.estimate.routing import EvenRouting
 from forebay.estimate.state import Sharing
 from forebay.estimate.types import ModelTrace, OpCost, PartTrace
+from forebay.pipeline.partition import StageLayer
 
 _RATES: Mapping[str, str] = MappingProxyType(
     {
@@ -232,18 +233,18 @@ class LayerTimer:
     trace: ModelTrace
     statistics: bool = True
 
-    def layer(self, number: int, placements: Mapping[str, str] = _KEPT) -> tuple[KernelTime, KernelTime]:
+    def layer(self, here: StageLayer, placements: Mapping[str, str] = _KEPT) -> tuple[KernelTime, KernelTime]:
         """A layer's forward, with the wait for the exact sizes of a token dispatch, and its backward.
 
         Args:
             placements: by the name of a sublayer; the default is "keep".
         """
-        layer = self.trace.layers[number]
+        layer = self.trace.layers[here.number]
         forward = backward = NO_TIME
-        for name, part in layer.sublayers:
+        for name, part in layer.on(here):
             f, b = self.sublayer(part, placements.get(name, "keep"))
             forward, backward = forward + f, backward + b
-        if layer.is_moe:
+        if layer.is_moe and here.mlp:
             waits = dispatch_wait(self.config)
             counting = self.clock.seconds(OpCost("pointwise", 0, 0, STATISTICS)) * self.statistics
             forward = forward + KernelTime(compute=waits + counting, launches=waits / self.clock.device.at("launch"))

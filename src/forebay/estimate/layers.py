@@ -26,6 +26,7 @@ from forebay.pipeline.partition import (
     LayerCost,
     ModelCosts,
     Partition,
+    StageLayer,
     even_partition,
     in_flight,
     partition_of,
@@ -78,7 +79,7 @@ class LayerPlan:
                 "stages": [
                     {
                         "stage": stage,
-                        "layers": list(p.layers[stage]),
+                        "layers": [str(layer) for layer in p.layers[stage]],
                         "embedding": stage == 0,
                         "head": stage == last,
                         "in_flight": self.in_flight[stage],
@@ -133,7 +134,7 @@ class LayerPlan:
 
 def _named(stage: dict[str, Any]) -> str:
     layers = stage["layers"]
-    numbers = str(layers[0]) if len(layers) == 1 else f"{layers[0]}-{layers[-1]}"
+    numbers = layers[0] if len(layers) == 1 else f"{layers[0]} - {layers[-1]}"
     return "embedding + " * stage["embedding"] + numbers + " + head" * stage["head"]
 
 
@@ -199,13 +200,13 @@ def layer_costs(config: Config, declared: Any, sharing: Sharing, traces: TraceCa
     timer = LayerTimer(Clock.of(device, config, EvenRouting.of(declared), sharing), config, trace)
     summed = ShardingTime(device, sharing, microbatches)
 
-    def layer(number: int) -> LayerCost:
-        traced = trace.layers[number]
-        forward, backward = timer.layer(number)
-        more = summed.layer(Elements.of(facts.weights.layers[number], sharing.ep), forward, backward)
+    def cost(layer: StageLayer) -> LayerCost:
+        traced = trace.layers[layer.number]
+        forward, backward = timer.layer(layer)
+        more = summed.layer(Elements.of(facts.weights.of(layer), sharing.ep), forward, backward)
         both = forward + backward + KernelTime(sum(more))
         hidden = schedule == "dualpipev"
-        saved = traced.saved + (trace.balance if traced.is_moe else 0)
+        saved = sum(part.saved for _, part in traced.on(layer)) + (trace.balance if traced.is_moe and layer.mlp else 0)
         return LayerCost(max(both.computing, both.all_to_all) if hidden else both.alone, saved)
 
     def end(part: PartTrace) -> LayerCost:
@@ -213,8 +214,15 @@ def layer_costs(config: Config, declared: Any, sharing: Sharing, traces: TraceCa
         return LayerCost(forward.alone + backward.alone, part.saved)
 
     first = {id(traced): number for number, traced in reversed(list(enumerate(trace.layers)))}  # of each kind
-    by_kind = {kind: layer(number) for kind, number in first.items()}
-    return ModelCosts(tuple(by_kind[id(t)] for t in trace.layers), end(trace.embedding), end(trace.head))
+    wholes = {kind: cost(StageLayer(number)) for kind, number in first.items()}
+    attentions = {kind: cost(StageLayer(number, mlp=False)) for kind, number in first.items()}
+    kinds = [id(traced) for traced in trace.layers]
+    return ModelCosts(
+        tuple(wholes[kind] for kind in kinds),
+        end(trace.embedding),
+        end(trace.head),
+        tuple(attentions[kind] for kind in kinds) if facts.weights.divisible else (),
+    )
 
 
 def shape_of(config: Config, declared: Any, sharing: Sharing, skew: float = 1.0) -> Shape:

@@ -43,6 +43,7 @@ class Part:
         shared: bytes that all layers of the stage read and this one, their first, holds until its backward: masks, rotary tables.
         given, unused: bytes of each tensor that they read besides and nothing saves, as masks of eager attention; and of masks
             for no layer.
+        alone: the first sublayer of a layer whose second one another stage has: a computation of its own.
         with_previous: under "recompute", one checkpoint has the part before it and this one: only the former's input is kept.
         stashed_x: under "stash", number and bytes of the experts' x, which is in pages after the sublayer's forward.
     """
@@ -57,6 +58,7 @@ class Part:
     shared: int = 0
     given: tuple[int, ...] = ()
     unused: int = 0
+    alone: bool = False
     with_previous: bool = False
     stashed_x: tuple[int, int] | None = None
 
@@ -99,18 +101,19 @@ def placed_parts(
 ) -> list[Part]:
     """The parts of a stage in forward order. `prefix`: module path of the layers; `recompute`: of `[memory]` or `WHOLE_LAYER`."""
     found = [_part("embedding", "embedding", trace.embedding)] if stage.embedding else []
-    for number in stage.layers:
-        layer = trace.layers[number]
-        for name, sublayer in layer.sublayers:
+    reads = next((here.number for here in stage.layers if here.attention), None)  # whose attention is the first
+    for here in stage.layers:
+        number, layer = here.number, trace.layers[here.number]
+        for name, sublayer in layer.on(here):
             path = f"{prefix}.{number}.{name}"
             placement = placements.get(path, "keep")
             light = placement == "recompute" and recompute != "full" and sublayer.light_events is not None
             part = _part(path, number, sublayer, "keep" if light else placement, light)
             with_previous = recompute == WHOLE_LAYER and placement == "recompute" and name == "mlp"
             balance = trace.balance if name == "mlp" and layer.is_moe else 0
-            first = name == "self_attn" and number == stage.layers[0]
+            first = name == "self_attn" and number == reads
             shared, given = (trace.shared, trace.given) if first else (0, ())
-            part = replace(part, shared=shared, given=given, unused=trace.unused * first)
+            part = replace(part, shared=shared, given=given, unused=trace.unused * first, alone=not here.mlp)
             found.append(replace(part, balance=balance, with_previous=with_previous))
     return found + ([_part("head", "head", trace.head)] if stage.head else [])
 

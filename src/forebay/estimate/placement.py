@@ -129,10 +129,12 @@ def parts_of(trace: ModelTrace, stage: StageLayers, prefix: str) -> list[tuple[s
     """Path and trace of a stage's parts, in forward order, and bytes that each holds under any placement: what layers share, and
     the load-balancing loss's."""
     found = [("embedding", trace.embedding, 0)] if stage.embedding else []
-    for number in stage.layers:
-        layer, path = trace.layers[number], f"{prefix}.{number}"
-        found.append((f"{path}.self_attn", layer.attention, trace.shared if number == stage.layers[0] else 0))
-        found.append((f"{path}.mlp", layer.mlp, trace.balance if layer.is_moe else 0))
+    shared = trace.shared  # the first attention holds it
+    for here in stage.layers:
+        layer = trace.layers[here.number]
+        more = {"self_attn": shared, "mlp": trace.balance if layer.is_moe else 0}
+        found += [(f"{prefix}.{here.number}.{name}", part, more[name]) for name, part in layer.on(here)]
+        shared = 0 if here.attention else shared
     return found + ([("head", trace.head, 0)] if stage.head else [])
 
 

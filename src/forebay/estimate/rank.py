@@ -43,6 +43,7 @@ from forebay.estimate.types import ModelTrace, OpCost, PartTrace, StageLayers
 from forebay.estimate.walk import RankRun, StepLevel, Walked, shortened, walk
 from forebay.kernels.token_rows import workspace_bytes
 from forebay.pipeline.model import adds_at_once
+from forebay.pipeline.partition import StageLayer, held_by
 from forebay.pipeline.schedule import Action, local_plan
 from forebay.policy import format_bytes, parse_bytes
 
@@ -306,10 +307,10 @@ class RunEstimator:
         return [part for stage in stages.values() for part in parts_of(self.trace, stage, self.prefix)]
 
 
-def layers_and_ends(stages: Mapping[int, StageLayers]) -> tuple[list[int], bool, bool]:
-    """The numbers of a rank's layers, and whether it has embedding and head."""
+def layers_and_ends(stages: Mapping[int, StageLayers]) -> tuple[list[StageLayer], bool, bool]:
+    """A rank's layers, and whether it has embedding and head."""
     every = stages.values()
-    return [n for s in every for n in s.layers], any(s.embedding for s in every), any(s.head for s in every)
+    return held_by(s.layers for s in every), any(s.embedding for s in every), any(s.head for s in every)
 
 
 # In operations of the profile's `launch`, as in `forebay.estimate.layer_time`.
@@ -385,9 +386,9 @@ class StepTimer:
         backward: list[KernelTime] = []
         fsdp = self.run.sharing.sharded and not self.run.sharing.gathered
         group = FSDP_LAUNCHES if fsdp else 0
-        for number in stage.layers:
-            f, b = timer.layer(number, self._placements_in(number))
-            more = sharding.layer(self._elements(number), f, b)
+        for layer in stage.layers:
+            f, b = timer.layer(layer, self._placements_in(layer.number))
+            more = sharding.layer(self._elements(layer), f, b)
             forward.append(f + KernelTime(more[0], launches=group / 3))
             backward.insert(0, b + KernelTime(more[1], launches=2 * group / 3))
         if stage.embedding:
@@ -407,8 +408,8 @@ class StepTimer:
         path = f"{self.run.prefix}.{number}"
         return {name: self.placements.get(f"{path}.{name}", "keep") for name in ("self_attn", "mlp")}
 
-    def _elements(self, number: int) -> Elements:
-        return Elements.of(self.run.weights.layers[number], self.run.sharing.ep)
+    def _elements(self, layer: StageLayer) -> Elements:
+        return Elements.of(self.run.weights.of(layer), self.run.sharing.ep)
 
     def _overhead(self, rank: int, stages: Mapping[int, StageLayers]) -> StepOverhead:
         layers = [self._elements(n) for stage in stages.values() for n in stage.layers]

@@ -15,7 +15,8 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from forebay.communicators import DEFAULT, FEW, PIPELINE, SINGLE
-from forebay.models.families import decoder_layers
+from forebay.models.families import decoder_layers, sublayer_modules
+from forebay.pipeline.partition import StageLayer
 
 CONTEXT = 850 << 20
 """Bytes of a CUDA context (0.60 GiB before anything ran) with the kernels of torch, cuBLAS, cuDNN and Triton (0.80 to 0.82 GiB
@@ -34,13 +35,14 @@ PEER = 384 << 20
 
 
 class Weight(NamedTuple):
-    """A parameter: its name within its layer (or the model), its shape, whether it belongs to a layer's experts, and whether it
-    is not trained."""
+    """A parameter: its name within its layer (or the model), its shape, whether it belongs to a layer's experts, whether it is
+    not trained, and whether it belongs to a layer's first sublayer."""
 
     name: str
     shape: tuple[int, ...]
     experts: bool = False
     frozen: bool = False
+    attention: bool = False
 
     @property
     def elements(self) -> int:
@@ -54,12 +56,19 @@ class WeightShapes:
     Attributes:
         head: of the head and the norm before it, without a weight that is tied to the embedding.
         layers: of each layer.
+        divisible: every weight of a layer belongs to one of its sublayers, so that stages may end between them.
     """
 
     embedding: tuple[Weight, ...]
     head: tuple[Weight, ...]
     layers: tuple[tuple[Weight, ...], ...]
     tied: bool
+    divisible: bool = False
+
+    def of(self, layer: StageLayer) -> tuple[Weight, ...]:
+        """Those of a layer's parameters that a stage has."""
+        every = self.layers[layer.number]
+        return every if layer.is_whole else tuple(w for w in every if w.attention == layer.attention)
 
     @property
     def total(self) -> int:
@@ -144,15 +153,18 @@ def weight_shapes(model: Any) -> WeightShapes:
         for name, p in model.named_parameters()
     }
     embedding = [id(p) for p in model.get_submodule(model.base_model_prefix).embed_tokens.parameters()]
-    layers, seen = [], set(embedding)
+    layers, seen, divisible = [], set(embedding), True
     for parts in decoder_layers(model):
         experts = {id(p) for p in parts.moe.experts.parameters()} if parts.moe is not None else set()
+        modules = sublayer_modules(parts.module, parts.halves)
+        divisible = divisible and modules is not None
+        first = {id(p) for name in (modules or [()])[0] for p in getattr(parts.module, name).parameters()}
         mine = [id(p) for p in _in_fsdp_order(parts.module)]
-        layers.append(tuple(named[p]._replace(experts=p in experts) for p in mine))
+        layers.append(tuple(named[p]._replace(experts=p in experts, attention=p in first) for p in mine))
         seen.update(mine)
     tied = any(id(p) in embedding for p in model.lm_head.parameters())
     rest = tuple(weight for p, weight in named.items() if p not in seen)
-    return WeightShapes(tuple(named[p] for p in embedding), rest, tuple(layers), tied)
+    return WeightShapes(tuple(named[p] for p in embedding), rest, tuple(layers), tied, divisible)
 
 
 def _in_fsdp_order(module: nn.Module) -> Iterator[nn.Parameter]:

@@ -10,6 +10,8 @@ from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
+from forebay.pipeline.partition import StageLayer
+
 AllocEvent = tuple[int, int]
 """(storage, bytes) allocates, (storage, 0) frees, (-1, mark) marks a place; marks are the constants below. Storages are numbers
 that are never used again."""
@@ -230,9 +232,9 @@ class PartTrace:
 
 @dataclass(frozen=True)
 class StageLayers:
-    """The layers of a stage: their numbers in the model, and whether it has the ends."""
+    """The layers of a stage, and whether it has the ends."""
 
-    layers: tuple[int, ...]
+    layers: tuple[StageLayer, ...]
     embedding: bool
     head: bool
 
@@ -248,6 +250,10 @@ class LayerTrace:
     @property
     def sublayers(self) -> tuple[tuple[str, PartTrace], ...]:
         return ("self_attn", self.attention), ("mlp", self.mlp)
+
+    def on(self, stage_layer: StageLayer) -> list[tuple[str, PartTrace]]:
+        """Those of the layer's sublayers that a stage has."""
+        return [(name, part) for name, part in self.sublayers if name in stage_layer.sublayers]
 
     @property
     def saved(self) -> int:

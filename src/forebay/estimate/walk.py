@@ -402,7 +402,7 @@ class _StepRun:
                 run.balance = self._malloc(part.balance, ACTIVATIONS)
             self._params.leave(part.place, part.mlp, False, microbatch == self._last)
             self._end_part("forward")
-            if not part.path.endswith(".self_attn"):
+            if part.alone or not part.path.endswith(".self_attn"):
                 self._free_all(layer_inputs)
             x = output
             if self._yields_after(part):
@@ -684,7 +684,7 @@ class _StepRun:
 
     def _yields_after(self, part: Part) -> bool:
         """A dense layer is a single computation; `_play` yields inside of a MoE layer, and after its transfers."""
-        return self._run.engine and part.mlp and not part.events.transferred
+        return self._run.engine and (part.mlp or part.alone) and not part.events.transferred
 
     def _send(self, kind: str, stage: int, microbatch: int, block: Block) -> None:
         """To a stage of this rank, or of another: the latter holds the block until the next is sent."""
@@ -708,7 +708,7 @@ class _StepRun:
 
 def _have_experts(parts: Sequence[Part]) -> list[bool]:
     """For each layer, whether it runs by the stages of a MoE sublayer."""
-    return [part.staged for part in parts if part.mlp]
+    return [part.staged for part in parts if part.mlp or part.alone]
 
 
 def _drain(steps: Iterator[None]) -> None:

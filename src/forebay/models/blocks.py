@@ -211,7 +211,7 @@ class Sublayers(dict[str, SublayerCallSite]):
             layer.masks = masks
 
     def add(self, layer: nn.Module, forward: SublayerForward) -> None:
-        for site in (forward.attention, forward.mlp):
+        for site in forward.sites:
             self[site.path] = site
         self.layers.append(forward)
         self._undo.callback(install(layer, forward.around))
@@ -254,6 +254,12 @@ class SublayerForward:
         self._block_class = type(self._block)
         self._compiled = compiled
         self._warned = self._warned_of_hooks = False
+
+    @property
+    def sites(self) -> list[SublayerCallSite]:
+        """The call sites of the sublayers that this part of a model has."""
+        here = (self._parts.has_attention, self.attention), (self._parts.has_mlp, self.mlp)
+        return [site for has, site in here if has]
 
     @property
     def mixer(self) -> nn.Module:
@@ -301,8 +307,8 @@ class SublayerForward:
 
     @property
     def experts(self) -> nn.Module | None:
-        """The module that holds the experts' weights; None for a dense layer."""
-        return None if self._parts.moe is None else innermost(self._block.experts)
+        """The module that holds the experts' weights; None for a dense layer, or one that has its attention only."""
+        return None if self._parts.moe is None or not self._parts.has_mlp else innermost(self._block.experts)
 
     def check_block(self) -> None:
         """Raise RuntimeError if a compiled or staged sublayer would skip something installed on its block since; warn of hooks
@@ -426,7 +432,7 @@ def install_sublayers(model: nn.Module, compile: bool = False, dispatcher: Token
         )
     for parts in layers if compile or dispatcher is not None else ():
         check_block(parts)
-        if parts.moe is not None and dispatcher is not None:
+        if parts.moe is not None and dispatcher is not None and parts.has_mlp:
             _check_experts(parts.moe, dispatcher)
     if compile:
         check_compiler(next(model.parameters()).device.type)

@@ -9,7 +9,7 @@ what remains keeps its names.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +54,16 @@ class LayerParts:
     mixer: str
     block: str
     moe: MoeBlock | None
+
+    @property
+    def has_attention(self) -> bool:
+        """Whether a part of the model has the first sublayer; see `keep_part`."""
+        return self.mixer in self.module._modules
+
+    @property
+    def has_mlp(self) -> bool:
+        """Whether a part of the model has the second sublayer; see `keep_part`."""
+        return self.block in self.module._modules
 
     @property
     def attention_path(self) -> str:
@@ -233,13 +243,23 @@ class LocalLayers(nn.ModuleDict):
     Attributes:
         everything: all layers of the whole model, in order. Layers that are not kept are not children of this module, so
             they get no memory; their structure can still be inspected.
+        absent: layers, and modules of layers that are cut in two, that are not here, by their paths below this one.
     """
 
-    def __init__(self, layers: Iterable[nn.Module], kept: Iterable[int]):
+    def __init__(self, layers: Iterable[nn.Module], kept: Collection[int]):
         super().__init__()
         self.everything = tuple(layers)
+        self.absent: dict[str, nn.Module] = {str(n): layer for n, layer in enumerate(self.everything) if n not in kept}
         for number in sorted(kept):
             self.add_module(str(number), self.everything[number])
+
+    def leave_out(self, number: int, names: Sequence[str]) -> None:
+        """Make modules of layer `number` no children of it any more; they remain its attributes."""
+        layer = self.everything[number]
+        for name in names:
+            module = getattr(layer, name)
+            del layer._modules[name]
+            layer.__dict__[name] = self.absent[f"{number}.{name}"] = module
 
     @property
     def numbers(self) -> tuple[int, ...]:
@@ -247,7 +267,15 @@ class LocalLayers(nn.ModuleDict):
         return tuple(int(name) for name in self)
 
 
-def keep_part(model: Any, layers: Iterable[int], embedding: bool, head: bool) -> None:
+def keep_part(
+    model: Any,
+    layers: Iterable[int],
+    embedding: bool,
+    head: bool,
+    *,
+    without_attention: Iterable[int] = (),
+    without_mlp: Iterable[int] = (),
+) -> None:
     """Cut a `*ForCausalLM` down in place, so that a pipeline rank makes, reads, shards and saves its own layers only.
 
     ``model.model.layers`` becomes a `LocalLayers`; without the embedding ``embed_tokens`` is None; without the head the
@@ -259,10 +287,11 @@ def keep_part(model: Any, layers: Iterable[int], embedding: bool, head: bool) ->
         layers: indices of the decoder layers to keep, in any order; at least one.
         embedding: keep the token embedding.
         head: keep the last norm and the language-model head.
+        without_attention, without_mlp: those of `layers` of which only the other sublayer is kept.
 
     Raises:
-        ValueError: no layers, unknown or repeated indices, tied embedding and head on different ranks, or a model that
-            is a part already.
+        ValueError: no layers, unknown or repeated indices, tied embedding and head on different ranks, a layer that cannot be
+            cut in two, or a model that is a part already.
     """
     base = model.get_submodule(model.base_model_prefix)
     if isinstance(base.layers, LocalLayers):
@@ -280,12 +309,46 @@ def keep_part(model: Any, layers: Iterable[int], embedding: bool, head: bool) ->
             )
         if not embedding:
             model.all_tied_weights_keys, model._tied_weights_keys = {}, None  # or transformers would look for them
+    left_out = [
+        (n, cut_in_two(base.layers[n])[half])
+        for half, some in enumerate((without_attention, without_mlp))
+        for n in some
+    ]
     base.layers = LocalLayers(base.layers, kept)
+    for number, names in left_out:
+        base.layers.leave_out(number, names)
     if not embedding:
         model.set_input_embeddings(None)
     if not head:
         base.norm = nn.Identity()
         model.lm_head = None
+
+
+def sublayer_modules(layer: nn.Module, halves: Halves) -> tuple[list[str], list[str]] | None:
+    """Names of the modules of each of a layer's sublayers; None if some weight is in neither or in both."""
+    mine, others = (
+        [name for name in dict.fromkeys(names) if isinstance(getattr(layer, name, None), nn.Module)]
+        for names in (halves.first, halves.second)
+    )
+    weights = {name.partition(".")[0] for name, _ in layer.named_parameters()}
+    belong = weights <= {*mine, *others} and not weights & set(mine) & set(others)
+    return (mine, others) if belong else None
+
+
+def cut_in_two(layer: nn.Module) -> tuple[list[str], list[str]]:
+    """`sublayer_modules` of a decoder layer.
+
+    Raises:
+        ValueError: it cannot be cut in two.
+    """
+    (parts,) = decoder_layers(layer)
+    found = sublayer_modules(layer, parts.halves)
+    if found is None:
+        raise ValueError(
+            f"a {type(layer).__name__} cannot be cut in two, because it has weights of its own or shares some between its "
+            "sublayers; give whole numbers of layers"
+        )
+    return found
 
 
 def all_layers(model: Any) -> tuple[nn.Module, ...]:
@@ -295,9 +358,10 @@ def all_layers(model: Any) -> tuple[nn.Module, ...]:
 
 
 def absent_layers(model: Any) -> list[tuple[str, nn.Module]]:
-    """Path and module of the decoder layers that a part does not hold; a policy of the whole model may name their modules."""
+    """Path and module of the decoder layers that a part does not hold, and of modules of layers that are cut in two; a policy of
+    the whole model may name them."""
     prefix = getattr(model, "base_model_prefix", "")
     layers = getattr(getattr(model, prefix, None), "layers", None)
     if not isinstance(layers, LocalLayers):
         return []
-    return [(f"{prefix}.layers.{n}", layer) for n, layer in enumerate(layers.everything) if n not in layers.numbers]
+    return [(f"{prefix}.layers.{path}", module) for path, module in layers.absent.items()]

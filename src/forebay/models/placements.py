@@ -19,7 +19,14 @@ from torch import nn
 from forebay.memory.overrides import CallSite, ModuleCallSite, drop_setting, put_setting
 from forebay.memory.page_store import PageStore
 from forebay.models.blocks import Sublayers
-from forebay.models.families import absent_layers, called_paths, decoder_layers, innermost, moe_blocks
+from forebay.models.families import (
+    absent_layers,
+    called_paths,
+    decoder_layers,
+    has_decoder_layers,
+    innermost,
+    moe_blocks,
+)
 from forebay.models.hf_experts import light_recompute_of
 from forebay.models.low_rank import is_adapted, why_unsupported
 from forebay.moe.dispatch import TokenDispatcher
@@ -132,7 +139,10 @@ def _claims(
 
 
 def _unsealed(layer: nn.Module, dispatcher: TokenDispatcher | None) -> list[str]:
-    """Paths in a decoder layer that are not inside a compiled sublayer."""
+    """Paths in a decoder layer, or in a module of one that is cut in two, that are not inside a compiled sublayer."""
+    if not has_decoder_layers(layer):
+        experts = ["experts"] if dispatcher is not None and moe_blocks(layer) else []
+        return ([""] if any(layer.children()) else []) + experts  # a norm is inside
     (parts,) = decoder_layers(layer)
     return ["", parts.mixer, parts.block] + ([f"{parts.block}.experts"] if dispatcher is not None else [])
 

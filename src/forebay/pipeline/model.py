@@ -66,17 +66,63 @@ class CutLayer:
         # Includes the regions that management has installed around it by now.
         self.experts: Callable[[Tensor, Tensor, Tensor, int | None], Tensor] | None = sublayers.mlp.experts
 
-    def stage1(self, x: Tensor) -> Front:
-        """Attention, norm, router and shared experts; x is [B, S, H]."""
+    def attend(self, x: Tensor) -> Tensor:
+        """The attention sublayer, [B, S, H] to [B, S, H]."""
+        return self._sublayers.attend(x, **self._keywords())
+
+    def front(self, x: Tensor) -> Front:
+        """Norm, router and shared experts; x is [B, S, H], after attention."""
         assert self._sublayers.mlp.front is not None, "a dense layer has no stages"
         self._sublayers.check_block()
-        front: Front = self._sublayers.mlp.front(self._sublayers.attend(x, **self._keywords()))
+        front: Front = self._sublayers.mlp.front(x)
         self._sublayers.run_router_hooks(front.logits.detach(), front.ids)
         return front
 
+    def feed_forward(self, x: Tensor) -> Tensor:
+        """The second sublayer of a dense layer, [B, S, H] to [B, S, H]."""
+        found: Tensor = self._sublayers.mlp.call(x)[0]
+        return found
+
+    def stage1(self, x: Tensor) -> Front:
+        """Attention, norm, router and shared experts; x is [B, S, H]."""
+        return self.front(self.attend(x))
+
     def __call__(self, x: Tensor) -> Tensor:
         """A whole dense layer, [B, S, H] to [B, S, H]."""
-        return self._sublayers.mlp.call(self._sublayers.attend(x, **self._keywords()))[0]
+        return self.feed_forward(self.attend(x))
+
+
+class AttentionOnly:
+    """The first sublayer of a layer as a `forebay.pipeline.sublayer.Layer`: a single computation, as a dense layer."""
+
+    dispatcher: TokenDispatcher | None = None
+    experts: Callable[[Tensor, Tensor, Tensor, int | None], Tensor] | None = None
+
+    def __init__(self, layer: CutLayer):
+        self._layer = layer
+        self.regions = layer.regions[:1]
+
+    def stage1(self, x: Tensor) -> Front:
+        raise AssertionError("attention has no experts")
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._layer.attend(x)
+
+
+class MlpOnly:
+    """The second sublayer of a layer as a `forebay.pipeline.sublayer.Layer`."""
+
+    def __init__(self, layer: CutLayer):
+        self._layer = layer
+        self.dispatcher, self.experts = layer.dispatcher, layer.experts
+        self.regions = layer.regions[1:]
+
+    def stage1(self, x: Tensor) -> Front:
+        """Norm, router and shared experts; x is [B, S, H]."""
+        return self._layer.front(x)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self._layer.feed_forward(x)
 
 
 class CutModel:
@@ -131,6 +177,13 @@ class CutModel:
         # Only the shape and dtype go into masks and tables. transformers waits for the device to make them, so they are cached.
         self._by_shape: dict[tuple[torch.Size, torch.dtype], list[dict[str, Any]]] = {}
         self.layers = [CutLayer(sublayers, partial(self._keywords, i)) for i, sublayers in enumerate(found)]
+
+    def layer(self, number: int, attention: bool = True, mlp: bool = True) -> CutLayer | AttentionOnly | MlpOnly:
+        """Layer `number` of the whole model, or one of its sublayers."""
+        layer = self.layers[self.numbers.index(number)]
+        if attention and mlp:
+            return layer
+        return AttentionOnly(layer) if attention else MlpOnly(layer)
 
     def prologue(self, microbatch: Microbatch) -> Tensor:
         """The embedded tokens, [B, S, H]."""

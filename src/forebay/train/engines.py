@@ -22,12 +22,12 @@ from torch import Tensor
 from forebay.config import Config
 from forebay.errors import UsageError
 from forebay.managed import Managed
-from forebay.models.families import keep_part
+from forebay.models.families import all_layers, cut_in_two, keep_part
 from forebay.models.router import RouterStats, balance_loss
 from forebay.moe.dispatch import TokenDispatcher
-from forebay.pipeline.model import CutLayer, CutModel, Microbatch
+from forebay.pipeline.model import AttentionOnly, CutLayer, CutModel, Microbatch, MlpOnly
 from forebay.pipeline.p2p import DistLinks, Links, confirmed_by, neighbors
-from forebay.pipeline.partition import Partition
+from forebay.pipeline.partition import Partition, held_by
 from forebay.pipeline.runtime import Balance, LocalBalance, PipelineRuntime, Stage, StageBalance, Watcher
 from forebay.pipeline.schedule import (
     BACKWARD_WEIGHT,
@@ -242,16 +242,29 @@ def keep_stages(model: Any, plan: PipelinePlan, partition: Partition, rank: int)
     """Reduce a model on the meta device to the stages of pipeline rank `rank`.
 
     Raises:
-        UsageError: the first and the last stage share a weight and are on two ranks; on every rank alike.
+        UsageError: the first and the last stage share a weight and are on two ranks, or a layer that is cut in two cannot be; on
+            every rank alike.
     """
     if model.config.get_text_config().tie_word_embeddings and plan.ranks[0] != plan.ranks[-1]:
         raise UsageError(
             f"parallel.schedule = {plan.name!r} has the embedding on another rank than the head, and this model has one weight "
             "for both (tie_word_embeddings); valid are 'dualpipev' and 'zbv', or tie_word_embeddings = false in model.config"
         )
+    try:
+        for number in {layer.number for stage in partition.layers for layer in stage if not layer.is_whole}:
+            cut_in_two(all_layers(model)[number])
+    except ValueError as error:
+        raise UsageError(f"parallel.partition: {error}") from error
     stages = plan.stages(rank)
-    layers = [number for stage in stages for number in partition.layers[stage]]
-    keep_part(model, layers, embedding=0 in stages, head=len(plan.ranks) - 1 in stages)
+    layers = held_by(partition.layers[stage] for stage in stages)
+    keep_part(
+        model,
+        [layer.number for layer in layers],
+        embedding=0 in stages,
+        head=len(plan.ranks) - 1 in stages,
+        without_attention=[layer.number for layer in layers if not layer.attention],
+        without_mlp=[layer.number for layer in layers if not layer.mlp],
+    )
 
 
 class PipelinedGradients(GradientEngine):
@@ -311,8 +324,8 @@ class PipelinedGradients(GradientEngine):
         finally:
             self._runtime.stages, self.watcher = before, None
 
-    def _layers(self, stage: int) -> list[CutLayer]:
-        return [self._cut.layers[self._cut.numbers.index(n)] for n in self.partition.layers[stage]]
+    def _layers(self, stage: int) -> list[CutLayer | AttentionOnly | MlpOnly]:
+        return [self._cut.layer(*layer) for layer in self.partition.layers[stage]]
 
     def _stage(self, number: int) -> Stage:
         cut = self._cut

@@ -216,8 +216,8 @@ class Collector:
     def labeled(self, number: int, stage: Stage) -> Stage:
         """The same stage, whose parts tell this collector when they run."""
         layers = [
-            _LabeledLayer(layer, partial(self._within, n))
-            for n, layer in zip(self._partition.layers[number], stage.layers, strict=True)
+            _LabeledLayer(layer, partial(self._within, here.number))
+            for here, layer in zip(self._partition.layers[number], stage.layers, strict=True)
         ]
         prologue, epilogue = (
             None if fn is None else _run_within(fn, partial(self._within, None, part))

@@ -182,7 +182,7 @@ class Running:
             "model": self.name,
             "arm": self.arm,
             "mesh": f"PP {mesh.pp} x EP {mesh.ep}",
-            "layers by stage": "-".join(map(str, map(len, self.engine.partition.layers))),
+            "layers by stage": "-".join(map(str, self.engine.partition.counts)),
             "tokens/s": args.batch * args.sequence / statistics.median(seconds),
             "steps s": ", ".join(f"{s:.4f}" for s in seconds),
             "peak over base GiB": max(of("peak")),

@@ -78,6 +78,7 @@ class RankRun:
         tied: embedding and head are one parameter.
         least: bytes below which nothing is offloaded.
         link: over which the manager plans to offload; None offloads all of a sublayer, with two in transfer.
+        measured: the stages while `policy = "auto"` measures and has not chosen their placements.
     """
 
     groups: Sequence[ParamGroup]
@@ -93,6 +94,7 @@ class RankRun:
     tied: bool = False
     least: int = 1 << 20
     link: Link | None = None
+    measured: Mapping[int, Sequence[Part]] | None = None
 
     @property
     def kept(self) -> int:
@@ -177,7 +179,7 @@ def shortened(actions: Sequence[Action], engine: bool) -> Sequence[Action]:
 
 def _measured(run: RankRun) -> int:
     """Steps in which a manager measures."""
-    if run.link is None:
+    if run.link is None and run.measured is None:
         return 0
     microbatches = len({action.microbatch for action in run.actions})
     return MEASURED_STEPS if run.interleaves else MEASURED_STEPS // max(1, microbatches)
@@ -197,7 +199,9 @@ class AllocatorRun:
         self._workspaces: list[Block] = []
         self.arena: Block | None = None
         self.tables: Block | None = None
-        self.manager = OffloadManager(self.allocator, self.stream, run.link, run.hidden, run.least, run.engine)
+        self.manager = OffloadManager(
+            self.allocator, self.stream, run.link, run.hidden, run.least, run.engine, run.measured is not None
+        )
         self.peak = StepLevel("", "", (0,) * len(ROLES))
         self._levels: list[StepLevel] = []
         self.note("", "initialization")
@@ -375,11 +379,12 @@ class _StepRun:
 
     def _forward(self, stage: int, microbatch: int) -> Iterator[None]:
         """Yields after each of an engine's computations."""
-        parts, engine = self._run.stages[stage], self._run.engine
         runs: list[PartRun] = []
         self._part_runs[stage, microbatch] = runs
         if not self._run.interleaves:
-            self._manager.begin_step()
+            self._begin_managed_step()
+        measured = self._run.measured if self._manager.measures else None
+        parts, engine = (measured or self._run.stages)[stage], self._run.engine
         x = self._arrived.pop(("F", stage, microbatch), None)
         if engine and parts[-1].path == "head":
             parts = parts[:-1]  # `_hand_on` runs it
@@ -410,6 +415,12 @@ class _StepRun:
         self._free_all(model_inputs)
         assert x is not None
         self._hand_on(stage, microbatch, x)
+
+    def _begin_managed_step(self) -> None:
+        measured = self._manager.measures
+        self._manager.begin_step()
+        if measured and not self._manager.measures and self._run.sharing.world == 1:
+            self._allocator.empty_cache()  # before plans are tried; several processes try none
 
     @staticmethod
     def _keeps_input(part: Part) -> bool:

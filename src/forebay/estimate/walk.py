@@ -32,7 +32,7 @@ from forebay.estimate.fsdp import (
     UnshardedLifecycle,
 )
 from forebay.estimate.offloading import MEASURED_STEPS, Link, OffloadManager, PartRun
-from forebay.estimate.parts import PAGE, Part
+from forebay.estimate.parts import Part
 from forebay.estimate.state import Sharing
 from forebay.estimate.types import (
     ALL_TO_ALL_BEGIN,
@@ -42,6 +42,7 @@ from forebay.estimate.types import (
     FINAL_NORM_END,
     GPU_BLOCK,
     MATMUL,
+    PAGE,
     PAGES,
     AllocEvent,
 )
@@ -243,11 +244,8 @@ class AllocatorRun:
         unsharded = params if isinstance(params, UnshardedLifecycle) else None
         if unsharded:
             unsharded.gather()
-        if captured:  # cuBLAS's workspaces are made anew in the graph's pool
-            for block in self._workspaces:
-                allocator.free(block)
-            self._workspaces = []
-            allocator.empty_cache()
+        if captured:
+            self._release_cache()
             allocator.begin_graph()
         self.note("", "gathering of parameters")
         step = _StepRun(self, self._run)
@@ -286,14 +284,21 @@ class AllocatorRun:
         if self._run.sharing.gpu and number >= len(self._workspaces):
             self._workspaces.append(self.allocator.malloc(WORKSPACE, self.stream))
 
+    def _release_cache(self) -> None:
+        """Before a capture, and as a graph is released: cuBLAS's workspaces are made anew, in the graph's pool or outside."""
+        for block in self._workspaces:
+            self.allocator.free(block)
+        self._workspaces = []
+        self.allocator.empty_cache()
+
     def _settle_arena(self, most: int) -> None:
-        """The first step sizes the arena of pages, with a margin. Resizing it invalidates the CUDA graph and empties
-        the cache."""
+        """The first step sizes the arena of pages, with a margin, outside of the graph's stream. Resizing it releases the CUDA
+        graph."""
         if self.arena is None and most:
             pages = most // PAGE
-            self.arena = self.allocator.malloc((pages + -(-pages // _MARGIN)) * PAGE, self.stream, ACTIVATIONS)
+            self.arena = self.allocator.malloc((pages + -(-pages // _MARGIN)) * PAGE, DEFAULT, ACTIVATIONS)
             if self._run.graph:
-                self.allocator.empty_cache()
+                self._release_cache()
 
 
 @dataclass

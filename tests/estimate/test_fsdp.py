@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 
-from forebay.estimate.allocator import CachingAllocator
+from forebay.estimate.allocator import Block, CachingAllocator
 from forebay.estimate.fsdp import FsdpLifecycle, GroupParam, ParamGroup, PersistentState, UnshardedLifecycle
 from forebay.estimate.state import Sharing
 from forebay.train import parallel
@@ -136,6 +137,62 @@ def test_resharded_experts_are_gathered_for_each_use(processes: int) -> None:
         assert allocator.allocated == MIB
         params.compute_experts(place, False)
     assert peaks == ([2, 0, 1, 1] if processes == 1 else [2, 0, 2, 2])
+
+
+def test_a_reduction_holds_the_last_gradient_until_it_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three of 2, 4 and 8 MiB in bf16, sent in 28 MiB of fp32. `chunk_cat` takes 8 bytes for 2 KiB of the half that stays; then
+    the last but one is freed first, and the last one after the reduced 14 MiB are there."""
+    sizes = {"a": MIB, "b": 2 * MIB, "c": 4 * MIB}
+    params = tuple(GroupParam(name, "", size // 2, size, size) for name, size in sizes.items())
+    sharing = Sharing(data=2, sharded=True, parameter=4, compute=2, summed=4, sums=False)
+    allocator = CachingAllocator()
+    params_of = FsdpLifecycle(allocator, [ParamGroup(0, False, 2, params)], sharing, "compute")
+    for param in params:
+        params_of.keeps(0, param.name, allocator.malloc(2 * param.whole, "compute"))
+    events: list[float] = []
+    malloc, free = allocator.malloc, allocator.free
+
+    def noted_malloc(size: int, *more: Any) -> Block:
+        events.append(size / MIB)
+        return malloc(size, *more)
+
+    def noted_free(block: Block) -> None:
+        events.append(-block.size / MIB)
+        free(block)
+
+    monkeypatch.setattr(allocator, "malloc", noted_malloc)
+    monkeypatch.setattr(allocator, "free", noted_free)
+    params_of.leave(0, False, True, True)
+    assert events == [28, 14 / 256, -14 / 256, -4, -2, 14, -8]
+
+
+def test_what_arrived_is_held_until_the_next_layer_is_copied_out() -> None:
+    """Layers of 2 MiB in bf16: in a forward, the last one's buffer, this one's, and its parameters."""
+    size = 1 << 20
+    groups = [ParamGroup(n, False, 2, (GroupParam("w", "", size // 2, size, size),)) for n in range(2)]
+    sharing = Sharing(data=2, sharded=True, parameter=4, compute=2, summed=4)
+    allocator = CachingAllocator()
+    params = FsdpLifecycle(allocator, groups, sharing, "compute")
+    for place in range(2):
+        params.enter(place, True, False)
+        params.leave(place, True, False, True)
+    assert allocator.peak_allocated == (2 + 2 + 2) * MIB
+
+
+def test_a_graph_keeps_the_heads_sum_while_both_ends_are_reduced() -> None:
+    """The group's sums in its order: 256 MiB of the embedding are freed when they were copied; the head's are the graph's."""
+    names = ("embedding", "head")
+    group = ParamGroup(-1, False, 2, tuple(GroupParam(name, name, ELEMENTS // 2, ELEMENTS, ELEMENTS) for name in names))
+    allocator = CachingAllocator()
+    params = UnshardedLifecycle(allocator, [group], TWO, "compute", late=True, keep=True)
+    params.gather()
+    before = allocator.allocated
+    params.begin_step()
+    params.end_step()
+    params.hold()
+    allocator.take_peak()
+    params.reduce([], MIB)
+    assert allocator.peak_allocated - before == (256 + 256 + 512 + 1) * MIB
 
 
 @pytest.mark.parametrize("dtype", [2, 4])

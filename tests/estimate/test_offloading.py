@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from forebay.config import Config
+from forebay.estimate import rank
+from forebay.estimate.allocator import CachingAllocator
 from forebay.estimate.layers import plan_layers
 from forebay.estimate.offloading import Link, offloadable, offloaded_bytes
 from forebay.estimate.parts import Part
@@ -137,6 +139,46 @@ def test_steps_follow_the_plan_after_the_measured_ones(microbatches: int) -> Non
     kept = [replace(part, placement="keep") for part in parts(64 * MIB)]
     most = walked(kept, 12.8 * MIB, MIB, microbatches=microbatches).peak.allocated
     assert most - found.peak.allocated == 64 * MIB
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_auto_measures_with_everything_offloaded(monkeypatch: pytest.MonkeyPatch, world: int) -> None:
+    """All of a microbatch's sublayers are kept; in the two steps before, at most two hold their 64 MiB. Before plans are tried,
+    by a process that is alone, the cache is emptied."""
+    emptied = list[int]()
+    empty_cache = CachingAllocator.empty_cache
+
+    def noted(allocator: CachingAllocator) -> list[int]:
+        emptied.append(allocator.reserved)
+        return empty_cache(allocator)
+
+    monkeypatch.setattr(CachingAllocator, "empty_cache", noted)
+    kept = [replace(part, placement="keep") for part in parts(64 * MIB)]
+    sharing = Sharing(data=world, sharded=False, parameter=4, compute=4, random=False)
+    actions = local_plan(1, False).actions[0]
+    measured = {0: [EMBEDDING, *parts(64 * MIB)]}
+    run = RankRun([], sharing, {0: [EMBEDDING, *kept]}, actions, 0, 16 * MIB, least=MIB, measured=measured)
+    chosen, before = walk(run), walk(run, steps=2)
+    assert chosen.peak.allocated - before.peak.allocated == 64 * MIB
+    assert chosen.peak == walk(replace(run, measured=None)).peak
+    assert emptied == [before.reserved] * (world == 1)
+
+
+def test_a_run_of_auto_has_parts_for_its_measured_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[RankRun] = []
+
+    def noted(run: RankRun) -> Walked:
+        runs.append(run)
+        return walk(run)
+
+    monkeypatch.setattr(rank, "walk", noted)
+    settings = config(write_text(tmp_path, 500), MODEL, memory={"policy": "auto", "budget": "1GiB"})
+    fit_run(settings, plan_layers(settings, 1), 1)
+    assert runs[0].measured is not None
+    placements = {part.path: part.placement for part in runs[0].measured[0]}
+    assert {placements.pop("embedding"), placements.pop("head")} == {"keep"} and set(placements.values()) == {"offload"}
+    fit_run(settings, plan_layers(settings, 1), 1, auto=1 << 30)  # chosen before the run, which measures nothing
+    assert runs[-1].measured is None
 
 
 def test_forwards_and_backwards_that_overlap_are_recorded_in_the_order_in_which_they_begin() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,7 @@ from forebay.managed import manage
 from forebay.models.families import decoder_layers
 from forebay.moe.dispatch import aligned
 from tests.estimate.peaks import peak_of
-from tests.models.conftest import HEAD, HIDDEN, MOE_FAMILIES, TOP_K, WIDTH, build_tiny
+from tests.models.conftest import EXPERTS, HEAD, HIDDEN, MOE_FAMILIES, TOP_K, WIDTH, build_tiny
 from tests.products import cover, first
 
 SEQUENCE, BATCH = 32, 2
@@ -252,6 +253,15 @@ def test_expert_parallelism_receives_rows() -> None:
     # Only MoE sublayers are split at the token dispatcher.
     parts = [part for layer in four.layers for _, part in layer.sublayers]
     assert [part.events and bool(part.events.transferred) for part in parts] == [False, False, False, True, False, True]
+
+
+def test_a_page_has_whole_rows_of_one_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A page of 460 bytes has three rows of x, of 128 bytes, and four of h, of 96."""
+    assert (2 * HIDDEN, 2 * 2 * WIDTH) == (128, 96)
+    monkeypatch.setattr("forebay.estimate.trace.PAGE", 460)
+    trace = traced("qwen3_moe", stages=True, ep=4)
+    planned = PlannedDispatcher(4, EvenRouting(EXPERTS, TOP_K), BATCH * SEQUENCE)
+    assert trace.layers[1].mlp.stash[1] == 460 * (math.ceil(planned.live_rows / 3) + math.ceil(planned.live_slots / 4))
 
 
 def test_experts_that_run_again_as_a_whole() -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from forebay.estimate.allocator import GRADIENTS, TRANSIENT, CachingAllocator
-from forebay.estimate.fsdp import GroupParam, ParamGroup, param_groups
+from forebay.estimate.fsdp import DEFAULT, GroupParam, ParamGroup, param_groups
 from forebay.estimate.op_recorder import OpRecorder
 from forebay.estimate.parts import Part, placed_parts
 from forebay.estimate.state import Sharing, weight_shapes
@@ -116,6 +116,19 @@ def test_a_cuda_graph_has_memory_of_its_own() -> None:
     assert captured.reserved >= called.reserved
     assert captured.peak.allocated == called.peak.allocated
     assert walk(rank(sublayers, graph=True, fails=True)) == called
+
+
+def test_an_arena_of_pages_is_made_outside_of_the_graphs_stream() -> None:
+    """Of 256 MiB of pages and a margin of 1/64, in a segment of 300 MiB that is free there. The graph is released, and with it
+    the cache and both workspaces, which are made anew."""
+    run = AllocatorRun(rank([part(0, "l.0.mlp", MIB, MIB)], graph=True))
+    for number in range(2):
+        run.workspace(number)
+    run.allocator.free(run.allocator.malloc(300 * MIB, DEFAULT))
+    run._settle_arena(256 * MIB)
+    assert (run.allocator.allocated, run.allocator.reserved) == (260 * MIB, 300 * MIB)
+    run.workspace(0)
+    assert run.allocator.allocated == 260 * MIB + WORKSPACE
 
 
 def test_a_graph_that_cannot_be_captured_leaves_weights_gathered() -> None:

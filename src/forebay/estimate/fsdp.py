@@ -294,15 +294,22 @@ class _Sharded(ParamLifecycle):
         if self._stays(group):
             self._shards[number] = sums
             return
-        own = group.trained
-        in_place = self._in_place(number)
-        if not in_place:
+        # `foreach_reduce` names the last gradient in a loop over them, and so holds it until it returns.
+        held = sums[-1:] if group.processes > 1 else []
+        if not self._in_place(number):
             self._free(self._sending)
-            self._sending = [self._allocator.malloc(s.summed * own * group.processes, self._stream)]
-            self._free_sums(sums)
+            self._sending = [self._allocator.malloc(s.summed * group.trained * group.processes, self._stream)]
+            if s.gpu:  # `chunk_cat` lists its blocks of threads: eight bytes for 2 KiB of a process's part
+                self._allocator.free(self._allocator.malloc(s.summed * group.trained // 256, self._stream))
+            self._free_sums(reversed(sums[: len(sums) - len(held)]))  # a list drops its last first
+        self._reduce_shards(number, last)
+        self._free_sums(held)
+
+    def _reduce_shards(self, number: int, last: bool) -> None:
+        """Allocate what the shards' gradients become, and free what is temporary."""
+        group, s = self._groups[number], self._s
+        own = group.trained
         reduced = self._allocator.malloc(s.summed * own, self._reducing, GRADIENTS)
-        if in_place:
-            self._free_sums(sums)
         if group.processes == 1:  # a temporary, divided by 1
             self._allocator.free(self._allocator.malloc(s.summed * own, self._reducing))
         if s.replicate > 1 and not last:
@@ -311,7 +318,7 @@ class _Sharded(ParamLifecycle):
             else:
                 self._partial[number] = reduced
             return
-        if s.summed != s.parameter and not in_place:  # else the update casts it
+        if s.summed != s.parameter and not self._in_place(number):  # else the update casts it
             reduced = self._cast(reduced, s.parameter * own)
         if number in self._partial:
             self._allocator.free(self._partial.pop(number))
@@ -393,8 +400,8 @@ class FsdpLifecycle(_Sharded):
                 self._free(arriving)
                 self._prefetch(n)
             else:
-                self._free(self._arriving)
                 self._copy_out(n)
+                self._free(self._arriving)  # a variable of `wait_for_unshard` holds it so long
                 self._arriving = arriving
 
     def leave(self, place: Any, mlp: bool, backward: bool, last: bool) -> None:
@@ -619,7 +626,7 @@ class UnshardedLifecycle(_Sharded):
             if self._tied:
                 self._allocator.free(total)
             else:
-                self._sums[number].append(total)
+                self._sums[number].insert(0, total)  # a group's first parameter
 
     def _in_place(self, number: int) -> bool:
         group = self._groups[number]

@@ -73,13 +73,14 @@ class OffloadManager:
     microbatch.
 
     Until it has a plan, a sublayer's tensors are on the device until the next one begins, and again from one before its
-    backward. Without a link it never has one, and two sublayers are in transfer.
+    backward. Without a link it never has one, and two sublayers are in transfer, unless it `measures`.
 
     Args:
         stream: of blocks that are fetched.
         hidden: bytes of a part's input.
         least: bytes below which nothing is offloaded.
         engine: whether MoE sublayers run as two calls.
+        auto: the first steps are measured for `policy = "auto"`.
 
     Attributes:
         before: bytes in use before a forward, as a manager measures them in its second step, without moments.
@@ -87,10 +88,17 @@ class OffloadManager:
     """
 
     def __init__(
-        self, allocator: CachingAllocator, stream: Any, link: Link | None, hidden: int, least: int, engine: bool
+        self,
+        allocator: CachingAllocator,
+        stream: Any,
+        link: Link | None,
+        hidden: int,
+        least: int,
+        engine: bool,
+        auto: bool,
     ):
         self._allocator, self._stream, self._link = allocator, stream, link
-        self._hidden, self._least, self._engine = hidden, least, engine
+        self._hidden, self._least, self._engine, self._auto = hidden, least, engine, auto
         self.before = 0
         self.plan: Plan | None = None
         self._steps = 0
@@ -99,6 +107,11 @@ class OffloadManager:
         self._calls: dict[str, int] = {}
         self._leaving: list[PartRun] = []
         self._released_at: dict[tuple[str, Key], list[Key]] = {}
+
+    @property
+    def measures(self) -> bool:
+        """Whether the step is measured for `policy = "auto"`."""
+        return self._auto and self._steps <= MEASURED_STEPS
 
     def begin_step(self) -> None:
         self._steps += 1
@@ -149,7 +162,7 @@ class OffloadManager:
         if run.part.path in ENDS:
             return
         if self.plan is None:
-            staying = self._leaving[-1:] if self._link is None else [run]
+            staying = [run] if self._link is not None or self.measures else self._leaving[-1:]
             for other in [other for other in self._leaving if all(other is not mine for mine in staying)]:
                 self._leaving.remove(other)
                 self._release(other, None)

@@ -23,8 +23,6 @@ from forebay.estimate.types import (
     StageLayers,
 )
 
-PAGE = 256 << 10
-"""Bytes of a page of `forebay.memory.page_store`, which the estimator does not import."""
 _EXPERT_MATRICES = ("experts.gate_up_proj", "experts.down_proj")
 
 WHOLE_LAYER = "layer"
@@ -75,8 +73,8 @@ class Part:
 
     @property
     def pages(self) -> int:
-        """Bytes of the pages of the rows of x and of h that arrive, with one page of each that is not full."""
-        return (self.trace.stash[1] // PAGE + 2) * PAGE
+        """Bytes of the pages of the rows of x and of h that arrive."""
+        return self.trace.stash[1]
 
     @cached_property
     def kept(self) -> int:

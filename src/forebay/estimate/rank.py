@@ -214,14 +214,13 @@ class RunEstimator:
         c, pipeline = self.config, self.config.parallel.pp > 1
         layers, embedding, head = layers_and_ends(stages)
         actions = self.computations(number) if self.actions is None else self.actions[number]
-        parts = {
-            n: placed_parts(self.trace, stage, placements, prefix=self.prefix, recompute=c.memory.recompute)
-            for n, stage in stages.items()
-        }
+        measured = None
+        if c.memory.policy == "auto" and self.auto is None:
+            measured = self._placed(stages, {path: "offload" for path, *_ in self._parts(stages)})
         return RankRun(
             param_groups(self.weights, layers, embedding, head, self.sharing),
             self.sharing,
-            parts,
+            self._placed(stages, placements),
             shortened(actions, self.engine),
             self._adding_tokens() if self._sums_vocabulary() else 0,
             self.hidden * self.sharing.compute,
@@ -233,7 +232,15 @@ class RunEstimator:
             least=(_LEAST_PIPELINE if pipeline else _LEAST) if self.sharing.gpu else 1,
             # The choice of placements counts on what the link carries already.
             link=None if self.chooses or "offload" not in placements.values() else self._link(),
+            measured=measured,
         )
+
+    def _placed(self, stages: Mapping[int, StageLayers], placements: Mapping[str, str]) -> dict[int, list[Part]]:
+        mode = self.config.memory.recompute
+        return {
+            n: placed_parts(self.trace, stage, placements, prefix=self.prefix, recompute=mode)
+            for n, stage in stages.items()
+        }
 
     def _link(self) -> Link:
         """The link with which the walk's manager plans. On a CPU a copy takes no time."""

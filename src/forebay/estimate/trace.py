@@ -33,6 +33,7 @@ from forebay.estimate.state import weight_name
 from forebay.estimate.types import (
     FINAL_NORM_BACKWARD,
     FINAL_NORM_END,
+    PAGE,
     Freed,
     LayerTrace,
     Log,
@@ -485,7 +486,10 @@ class TraceRun:
         rows = dispatcher.rows if shared else dispatcher.tokens  # on one rank, rows are the tokens themselves
         slots = dispatcher.slots if shared else dispatcher.live_slots
         capacity = size * (rows * hidden + slots * width)
-        arrive = size * (dispatcher.live_rows * hidden + dispatcher.live_slots * width)
+        arrive = PAGE * sum(
+            -(-rows // (PAGE // (size * wide)))  # a page has whole rows of one tensor
+            for rows, wide in ((dispatcher.live_rows, hidden), (dispatcher.live_slots, width))
+        )
         part.trace = replace(
             part.trace,
             stash=(capacity, arrive) if shared else (0, 0),

@@ -32,6 +32,8 @@ EXPERTS_BEGIN, EXPERTS_END = 8, 9
 
 GPU_BLOCK = 512
 """Bytes to which CUDA's caching allocator rounds (torch `c10/core/AllocatorConfig.h`, kMinBlockSize)."""
+PAGE = 256 << 10
+"""Bytes of a page of `forebay.memory.page_store`, which the estimator does not import."""
 MULTIPROCESSORS = 132
 """The number that an H100 and an H200 have. Plans for other GPUs, which have 108 to 148, use it too."""
 
@@ -200,8 +202,8 @@ class PartTrace:
         saved: for backward.
         inputs: of the input hidden states, which recomputing the part keeps.
         light: `saved` under light recomputation of the experts, or None.
-        stash: bytes of the experts' x and h in buffers of the capacity, and of the rows that arrive; (0, 0) without expert
-            parallelism.
+        stash: bytes of the experts' x and h in buffers of the capacity, and of pages with the rows that arrive; (0, 0) without
+            expert parallelism.
         deferred: bytes of each tensor that deferred weight gradients of the experts keep (`forebay.moe.wgrad`).
         token_rows: bytes of the gathered rows that one of the experts' weight gradients needs while it is made.
         forward_ops, backward_ops: costs, in order.

@@ -32,7 +32,7 @@ from forebay.estimate.fsdp import (
     UnshardedLifecycle,
 )
 from forebay.estimate.offloading import MEASURED_STEPS, Link, OffloadManager, PartRun
-from forebay.estimate.parts import PAGE, Part
+from forebay.estimate.parts import Part
 from forebay.estimate.state import Sharing
 from forebay.estimate.types import (
     ALL_TO_ALL_BEGIN,
@@ -42,6 +42,7 @@ from forebay.estimate.types import (
     FINAL_NORM_END,
     GPU_BLOCK,
     MATMUL,
+    PAGE,
     PAGES,
     AllocEvent,
 )
@@ -78,6 +79,7 @@ class RankRun:
         tied: embedding and head are one parameter.
         least: bytes below which nothing is offloaded.
         link: over which the manager plans to offload; None offloads all of a sublayer, with two in transfer.
+        measured: the stages while `policy = "auto"` measures and has not chosen their placements.
     """
 
     groups: Sequence[ParamGroup]
@@ -93,6 +95,7 @@ class RankRun:
     tied: bool = False
     least: int = 1 << 20
     link: Link | None = None
+    measured: Mapping[int, Sequence[Part]] | None = None
 
     @property
     def kept(self) -> int:
@@ -177,7 +180,7 @@ def shortened(actions: Sequence[Action], engine: bool) -> Sequence[Action]:
 
 def _measured(run: RankRun) -> int:
     """Steps in which a manager measures."""
-    if run.link is None:
+    if run.link is None and run.measured is None:
         return 0
     microbatches = len({action.microbatch for action in run.actions})
     return MEASURED_STEPS if run.interleaves else MEASURED_STEPS // max(1, microbatches)
@@ -197,7 +200,9 @@ class AllocatorRun:
         self._workspaces: list[Block] = []
         self.arena: Block | None = None
         self.tables: Block | None = None
-        self.manager = OffloadManager(self.allocator, self.stream, run.link, run.hidden, run.least, run.engine)
+        self.manager = OffloadManager(
+            self.allocator, self.stream, run.link, run.hidden, run.least, run.engine, run.measured is not None
+        )
         self.peak = StepLevel("", "", (0,) * len(ROLES))
         self._levels: list[StepLevel] = []
         self.note("", "initialization")
@@ -239,11 +244,8 @@ class AllocatorRun:
         unsharded = params if isinstance(params, UnshardedLifecycle) else None
         if unsharded:
             unsharded.gather()
-        if captured:  # cuBLAS's workspaces are made anew in the graph's pool
-            for block in self._workspaces:
-                allocator.free(block)
-            self._workspaces = []
-            allocator.empty_cache()
+        if captured:
+            self._release_cache()
             allocator.begin_graph()
         self.note("", "gathering of parameters")
         step = _StepRun(self, self._run)
@@ -282,14 +284,21 @@ class AllocatorRun:
         if self._run.sharing.gpu and number >= len(self._workspaces):
             self._workspaces.append(self.allocator.malloc(WORKSPACE, self.stream))
 
+    def _release_cache(self) -> None:
+        """Before a capture, and as a graph is released: cuBLAS's workspaces are made anew, in the graph's pool or outside."""
+        for block in self._workspaces:
+            self.allocator.free(block)
+        self._workspaces = []
+        self.allocator.empty_cache()
+
     def _settle_arena(self, most: int) -> None:
-        """The first step sizes the arena of pages, with a margin. Resizing it invalidates the CUDA graph and empties
-        the cache."""
+        """The first step sizes the arena of pages, with a margin, outside of the graph's stream. Resizing it releases the CUDA
+        graph."""
         if self.arena is None and most:
             pages = most // PAGE
-            self.arena = self.allocator.malloc((pages + -(-pages // _MARGIN)) * PAGE, self.stream, ACTIVATIONS)
+            self.arena = self.allocator.malloc((pages + -(-pages // _MARGIN)) * PAGE, DEFAULT, ACTIVATIONS)
             if self._run.graph:
-                self.allocator.empty_cache()
+                self._release_cache()
 
 
 @dataclass
@@ -375,11 +384,12 @@ class _StepRun:
 
     def _forward(self, stage: int, microbatch: int) -> Iterator[None]:
         """Yields after each of an engine's computations."""
-        parts, engine = self._run.stages[stage], self._run.engine
         runs: list[PartRun] = []
         self._part_runs[stage, microbatch] = runs
         if not self._run.interleaves:
-            self._manager.begin_step()
+            self._begin_managed_step()
+        measured = self._run.measured if self._manager.measures else None
+        parts, engine = (measured or self._run.stages)[stage], self._run.engine
         x = self._arrived.pop(("F", stage, microbatch), None)
         if engine and parts[-1].path == "head":
             parts = parts[:-1]  # `_hand_on` runs it
@@ -410,6 +420,12 @@ class _StepRun:
         self._free_all(model_inputs)
         assert x is not None
         self._hand_on(stage, microbatch, x)
+
+    def _begin_managed_step(self) -> None:
+        measured = self._manager.measures
+        self._manager.begin_step()
+        if measured and not self._manager.measures and self._run.sharing.world == 1:
+            self._allocator.empty_cache()  # before plans are tried; several processes try none
 
     @staticmethod
     def _keeps_input(part: Part) -> bool:

@@ -26,17 +26,38 @@ _WORDS = 1024  # of 4 bytes, allocated and cleared at once
 _EQUAL = 1  # CU_STREAM_WAIT_VALUE_EQ
 
 
+class StreamWords:
+    """Writes of streams to words of memory, their own GPU's or a peer's, and waits for words of their own GPU."""
+
+    def __init__(self, driver: Any):
+        self._driver = driver
+
+    @classmethod
+    def of_driver(cls) -> StreamWords | None:
+        """Those of CUDA's driver; None if it is missing or lacks these operations."""
+        driver = _driver()
+        return None if driver is None else cls(driver)
+
+    def write(self, stream: torch.cuda.Stream, address: int, value: int) -> None:
+        """Write it after all work that was submitted to `stream`, and after what that work wrote."""
+        _checked(self._driver.cuStreamWriteValue32_v2(stream.cuda_stream, address, value, 0))
+
+    def wait(self, stream: torch.cuda.Stream, address: int) -> None:
+        """Make `stream` wait until the word is 1."""
+        _checked(self._driver.cuStreamWaitValue32_v2(stream.cuda_stream, address, 1, _EQUAL))
+
+
 class Flag:
     """A word that is set once in each replay of its graph. Made by `Flags.take`."""
 
-    __slots__ = ("_address", "_driver")
+    __slots__ = ("_address", "_words")
 
-    def __init__(self, driver: Any, address: int):
-        self._driver, self._address = driver, address
+    def __init__(self, words: StreamWords, address: int):
+        self._words, self._address = words, address
 
     def set(self, stream: torch.cuda.Stream) -> None:
         """Set it after all work that was submitted to `stream`, which is being captured."""
-        _checked(self._driver.cuStreamWriteValue32_v2(stream.cuda_stream, self._address, 1, 0))
+        self._words.write(stream, self._address, 1)
 
     def block(self, stream: torch.cuda.Stream) -> None:
         """Make `stream`, which is captured in the same graph, wait until it is set. Does nothing after the capture: captured
@@ -44,7 +65,7 @@ class Flag:
         with torch.cuda.stream(stream):
             if not torch.cuda.is_current_stream_capturing():
                 return
-        _checked(self._driver.cuStreamWaitValue32_v2(stream.cuda_stream, self._address, 1, _EQUAL))
+        self._words.wait(stream, self._address)
 
 
 class Flags:
@@ -52,7 +73,7 @@ class Flags:
 
     def __init__(self, device: torch.device):
         self._device = device
-        self._driver = _driver() if device.type == "cuda" else None
+        self._stream_words = StreamWords.of_driver() if device.type == "cuda" else None
         self._words: list[Tensor] = []
         self._used = 0
 
@@ -63,13 +84,13 @@ class Flags:
     def take(self) -> Flag | None:
         """A flag of the graph into which the current stream is being captured; None outside of a capture. Call it on the chain
         before the fork, because the chain clears the words."""
-        if self._driver is None or not torch.cuda.is_current_stream_capturing():
+        if self._stream_words is None or not torch.cuda.is_current_stream_capturing():
             return None
         if self._used == _WORDS * len(self._words):
             self._words.append(torch.zeros(_WORDS, dtype=torch.int32, device=self._device))
         at = self._used % _WORDS
         self._used += 1
-        return Flag(self._driver, self._words[-1].data_ptr() + 4 * at)
+        return Flag(self._stream_words, self._words[-1].data_ptr() + 4 * at)
 
     def open(self) -> None:
         """Set all words of the running graph, so that it stops waiting. The graph may clear words that it has not reached: call
@@ -96,4 +117,4 @@ def _driver() -> Any:
 
 def _checked(code: int) -> None:
     if code:
-        raise RuntimeError(f"CUDA's driver refused to capture an operation on memory: error {code}")
+        raise RuntimeError(f"CUDA's driver refused an operation on a word of memory: error {code}")

@@ -188,7 +188,9 @@ def neighbors(ranks: Sequence[int]) -> list[tuple[int, int]]:
     return sorted(pairs | {(b, a) for a, b in pairs})
 
 
-class _Sent(NamedTuple):
+class Sent(NamedTuple):
+    """A message between two ranks of a plan."""
+
     message: Message
     source: int
     made: int  # number of the action on `source` that makes it
@@ -202,7 +204,7 @@ def confirmed_by(plan: PipelinePlan, rank: int) -> Mapping[Message, list[Message
     A rank takes a message at the beginning of the action that needs it, and sends what an action made before the next one
     begins. So a message confirms every message that its sender had taken when it made it.
     """
-    messages = list(_messages(plan))
+    messages = list(messages_of(plan))
     received = sorted((m for m in messages if m.target == rank), key=lambda m: m.taken)
     confirmed: dict[Message, list[Message]] = {}
     for own in messages:
@@ -214,7 +216,7 @@ def confirmed_by(plan: PipelinePlan, rank: int) -> Mapping[Message, list[Message
     return confirmed
 
 
-def _messages(plan: PipelinePlan) -> Iterator[_Sent]:
+def messages_of(plan: PipelinePlan) -> Iterator[Sent]:
     """Every message between two ranks of the plan."""
     places: dict[tuple[str, int, int], int] = {}  # number of the action that runs a forward or backward, on its rank
     for actions in plan.actions:
@@ -227,4 +229,4 @@ def _messages(plan: PipelinePlan) -> Iterator[_Sent]:
         to = stage + 1 if kind == "F" else stage - 1
         if 0 <= to <= last and plan.ranks[to] != plan.ranks[stage] and (kind, to, microbatch) in places:
             message = Message(kind, to, microbatch)
-            yield _Sent(message, plan.ranks[stage], made, plan.ranks[to], places[kind, to, microbatch])
+            yield Sent(message, plan.ranks[stage], made, plan.ranks[to], places[kind, to, microbatch])

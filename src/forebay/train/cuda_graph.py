@@ -14,12 +14,10 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-
-from forebay.kernels.flags import Flags
 
 Microbatches = Sequence[tuple[Tensor, Tensor]]
 Body = Callable[[Microbatches, Tensor], tuple[Tensor, ...]]
@@ -42,6 +40,16 @@ class _GraphPool:
     """The memory pool of a graph, as `torch.cuda.use_mem_pool` takes it."""
 
     id: Any
+
+
+class Waits(Protocol):
+    """What streams of a graph wait for; see `forebay.kernels.flags.Flags`."""
+
+    def begin(self) -> None:
+        """Another graph begins."""
+
+    def open(self) -> None:
+        """Make the running graph stop waiting."""
 
 
 class CudaGraphStep:
@@ -84,7 +92,7 @@ class CudaGraphStep:
         around: Callable[[bool], AbstractContextManager[None]] = lambda timed: nullcontext(),
         timed_graphs: int = 0,
         plan_again: Callable[[], None] = lambda: None,
-        flags: Sequence[Flags] = (),
+        flags: Sequence[Waits] = (),
         ends: float = 300.0,
         alone: bool = False,
         forget: Callable[[], None] = lambda: None,

@@ -18,16 +18,19 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import ProcessGroup
 
 from forebay.config import Config
 from forebay.errors import UsageError
 from forebay.managed import Managed
 from forebay.models.families import all_layers, cut_in_two, keep_part
 from forebay.models.router import RouterStats, balance_loss
+from forebay.moe.backends import peers_are_reachable
 from forebay.moe.dispatch import TokenDispatcher
 from forebay.pipeline.model import AttentionOnly, CutLayer, CutModel, Microbatch, MlpOnly
 from forebay.pipeline.p2p import DistLinks, Links, confirmed_by, neighbors
 from forebay.pipeline.partition import Partition, held_by
+from forebay.pipeline.peer_links import PeerLinks, PeerMailboxes, packet_bytes, slots_and_words, slots_needed
 from forebay.pipeline.runtime import Balance, LocalBalance, PipelineRuntime, Stage, StageBalance, Watcher
 from forebay.pipeline.schedule import (
     BACKWARD_WEIGHT,
@@ -86,6 +89,7 @@ class GradientEngine:
     watcher: Watcher | None = None
     _runtime: PipelineRuntime
     _balance: Balance | None = None
+    _boxes: PeerMailboxes | None = None
 
     def __init__(self, parts: EngineParts, cut: CutModel):
         self._parts, self._cut, self._device, self._router = parts, cut, parts.mesh.device, parts.router
@@ -161,12 +165,7 @@ class GradientEngine:
 
     def _capture(self) -> None:
         """Capture steps from now on, if the configuration says so."""
-        config, mesh, memory, dispatcher = (
-            self._parts.config,
-            self._parts.mesh,
-            self._parts.memory,
-            self._parts.dispatcher,
-        )
+        config, mesh, memory, boxes = self._parts.config, self._parts.mesh, self._parts.memory, self._boxes
         if not captures(config, mesh):
             return
         self._unsharded.keep_weights()
@@ -185,13 +184,20 @@ class GradientEngine:
             # A replayed step is faster than the called ones that the manager plans by: the link carries less in it.
             timed_graphs=_TIMED_GRAPHS if "offload" in config.memory.placements else 0,
             plan_again=memory.manager.plan_again,
-            flags=[memory.manager.store.lanes.flags, self._runtime.context.flags],
+            flags=[memory.manager.store.lanes.flags, self._runtime.context.flags, *([] if boxes is None else [boxes])],
             ends=min(_REPLAY_ENDS, _REPLAY_SHARE * config.parallel.timeout),
             alone=mesh.size == 1,
             # A process whose graph did not go on was late for the others.
-            forget=dispatcher.clear_lost if dispatcher is not None else lambda: None,
+            forget=self._forget,
             take_peak=memory.manager.take_peak,
         )
+
+    def _forget(self) -> None:
+        """Clear what a graph that was made to end left behind; collective."""
+        if self._parts.dispatcher is not None:
+            self._parts.dispatcher.clear_lost()
+        if self._boxes is not None:
+            self._boxes.clear()
 
     def _finish(self) -> Tensor:
         """End the step; this process's part of the load balance."""
@@ -283,13 +289,9 @@ class PipelinedGradients(GradientEngine):
         )
         self.plan, self.partition = plan, partition
         self._rank, self._memory = mesh.pp_rank, memory
-        confirmed = confirmed_by(plan, mesh.pp_rank)
-        timeout = timedelta(seconds=config.parallel.timeout)
-        self._links: Links = DistLinks(
-            mesh.pipeline, neighbors(plan.ranks), mesh.device, mesh.pipelines, confirmed, timeout
-        )
         if experts:
             self._balance = StageBalance(experts, parts.balance, mesh.device)
+        self._links = self._links_of(plan, mesh.pipeline)
         self._stages = {s: self._stage(s) for s in plan.stages(mesh.pp_rank)}
         regions = {s: [path for layer in self._layers(s) for path in layer.regions] for s in self._stages}
         memory.manager.follow(_backward_order(plan, self._rank, regions), steady=not config.step.reshard)
@@ -323,6 +325,24 @@ class PipelinedGradients(GradientEngine):
             yield
         finally:
             self._runtime.stages, self.watcher = before, None
+
+    def _links_of(self, plan: PipelinePlan, group: ProcessGroup) -> Links:
+        """Copies into each other's memory where the GPUs of all pipelines can, unless the configuration says NCCL."""
+        config, mesh, pairs = self._parts.config, self._parts.mesh, neighbors(plan.ranks)
+        asked = mesh.device.type == "cuda" and config.parallel.dispatch in ("auto", "symmetric")
+        if asked and mesh.all(peers_are_reachable(group)):
+            slots = max(slots_needed(plan, early=True), slots_needed(forward_plan(plan), early=False))
+            size = self._packet_bytes(config.microbatch(mesh.batch.size) * config.train.sequence)
+            self._boxes = PeerMailboxes(group, *slots_and_words(pairs, slots), size, mesh.device)
+            return PeerLinks(mesh.pp_rank, pairs, slots, self._boxes)
+        confirmed = confirmed_by(plan, mesh.pp_rank)
+        timeout = timedelta(seconds=config.parallel.timeout)
+        return DistLinks(group, pairs, mesh.device, mesh.pipelines, confirmed, timeout)
+
+    def _packet_bytes(self, tokens: int) -> int:
+        """Of the largest packet: hidden states of `tokens`, and what the load balance adds."""
+        like = [self._cut.hidden(Microbatch(torch.empty(1, tokens), torch.empty(0), 1))]
+        return packet_bytes(like + ([*self._balance.like()[0]] if self._balance is not None else []))
 
     def _layers(self, stage: int) -> list[CutLayer | AttentionOnly | MlpOnly]:
         return [self._cut.layer(*layer) for layer in self.partition.layers[stage]]

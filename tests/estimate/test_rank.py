@@ -133,7 +133,7 @@ def test_offloading_all_of_a_pipeline_with_experts_recomputed(models: Any) -> No
     found = []
     for policy in ("keep", sublayers, {**sublayers, "model.layers.[1-6].mlp.experts": "recompute"}):
         memory = {"policy": policy, "offload": "all" if policy != "keep" else "fit", "compile": True, "graph": True}
-        parallel = {"pp": 4, "reshard": False}
+        parallel = {"pp": 4, "reshard": False, "partition": [1] * 8}
         sections = {
             "model": {**models["deepseek-v2-lite"], "dtype": "float32", "compute": "bfloat16"},
             "train": {"steps": 9, "microbatch": 1, "sequence": 4096, "batch": 64},

@@ -96,6 +96,8 @@ class Sharing:
         fused: AdamW is one kernel; else its temporaries are as large as the shard.
         random: parameters are whole on the device for a moment, one by one: they are initialized there, not loaded.
         trainer: `forebay train` runs the steps; else transformers' `Trainer`.
+        slots: bytes of a rank into which pipeline ranks of its host copy packets (`forebay.pipeline.peer_links`); 0 if packets
+            travel through NCCL.
     """
 
     data: int = 1
@@ -115,6 +117,7 @@ class Sharing:
     fused: bool = True
     random: bool = True
     trainer: bool = True
+    slots: int = 0
 
     @property
     def gathers_experts(self) -> bool:
@@ -211,7 +214,8 @@ def outside_bytes(s: Sharing, both_ways: bool = False) -> int:
         groups += [_group_bytes(s.data // s.ep), _group_bytes(s.ep, FEW)]
     if s.pp > 1:
         used = (CHANNEL_SEND + CHANNEL_RECEIVE) * (1 + both_ways)
-        groups += [_group_bytes(s.pp, FEW), MESSAGES, min(s.pp - 1, 2) * PIPELINE * (4 * CHANNEL + used)]
+        messages = [MESSAGES, min(s.pp - 1, 2) * PIPELINE * (4 * CHANNEL + used)]
+        groups += [_group_bytes(s.pp, FEW), *([s.slots] if s.slots else messages)]
     return CONTEXT + NCCL + sum(groups)
 
 

@@ -20,7 +20,7 @@ from forebay.estimate.state import WeightShapes, weight_shapes
 from forebay.estimate.trace import base_path, trace_model
 from forebay.estimate.types import ModelTrace, Shape
 from forebay.models.families import UnknownLayerError, called_paths, decoder_layers
-from forebay.pipeline.schedule import Action, make_plan
+from forebay.pipeline.schedule import PipelinePlan, make_plan
 from forebay.train import hf_io
 
 
@@ -55,7 +55,7 @@ class TraceCache:
         self._models: dict[str, Any] = {}
         self._traces: dict[tuple[str, Shape], ModelTrace] = {}
         self._alike: dict[tuple[str, Shape], ModelTrace] = {}  # by `Shape.without_experts`
-        self._actions: dict[Any, tuple[tuple[Action, ...], ...]] = {}
+        self._pipelines: dict[Any, PipelinePlan] = {}
 
     def declared(self, config: Config) -> Any:
         """`forebay.train.hf_io.declared_by`, which takes 2 ms and is asked for four times a mesh."""
@@ -113,11 +113,11 @@ class TraceCache:
             self._alike.setdefault(like, self._traces[key, shape])
         return self._traces[key, shape]
 
-    def actions(self, *schedule: Any) -> tuple[tuple[Action, ...], ...]:
-        """The actions of each rank in a step; arguments as for `make_plan`."""
-        if schedule not in self._actions:
-            self._actions[schedule] = make_plan(*schedule).actions
-        return self._actions[schedule]
+    def pipeline(self, *schedule: Any) -> PipelinePlan:
+        """A step of all pipeline ranks; arguments as for `make_plan`."""
+        if schedule not in self._pipelines:
+            self._pipelines[schedule] = make_plan(*schedule)
+        return self._pipelines[schedule]
 
 
 def _key(section: Model, declared: Any) -> str:

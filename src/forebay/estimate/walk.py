@@ -354,7 +354,7 @@ class _StepRun:
                             self._allocator.free(self._malloc(size))
                         self._free_all(deferred.blocks)
                     self._walk.note(self._action, "weight gradients")
-                case "RECV_F" | "RECV_B":
+                case "RECV_F" | "RECV_B" if not self._run.sharing.slots:
                     self._arrived[action.kind[-1], action.stage, action.microbatch] = self._malloc(self._run.hidden)
 
     def end(self) -> list[Block]:
@@ -703,9 +703,12 @@ class _StepRun:
         return self._run.engine and (part.mlp or part.alone) and not part.events.transferred
 
     def _send(self, kind: str, stage: int, microbatch: int, block: Block) -> None:
-        """To a stage of this rank, or of another: the latter holds the block until the next is sent."""
+        """To a stage of this rank, or of another: the latter holds the block until the next is sent, if NCCL sends it."""
         if stage in self._run.stages:
             self._arrived[kind, stage, microbatch] = block
+            return
+        if self._run.sharing.slots:  # copied
+            self._allocator.free(block)
             return
         self._free(self._sent)
         self._sent = [block]

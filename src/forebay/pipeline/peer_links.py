@@ -24,7 +24,7 @@ from torch import Tensor
 
 from forebay.kernels.flags import StreamWords
 from forebay.pipeline.p2p import Message, Packet, messages_of
-from forebay.pipeline.schedule import PipelinePlan
+from forebay.pipeline.schedule import PipelinePlan, forward_plan
 
 _LINE = 256  # bytes at whose multiples tensors of a packet begin
 
@@ -59,7 +59,7 @@ class PeerLinks:
     Args:
         rank: this pipeline rank.
         pairs: (source, target) for all pipeline ranks that send to each other.
-        slots: of each channel; see `slots_needed`.
+        slots: of each channel; see `slots_of`.
         boxes: with `slots_and_words` of each rank.
     """
 
@@ -128,6 +128,11 @@ def slots_and_words(pairs: Sequence[tuple[int, int]], slots: int) -> tuple[int, 
     """How many slots and words each rank has, if each channel has `slots`."""
     most = max((Counter(channel.target for channel in channels_of(pairs))).values(), default=0)
     return most * slots, 2 * most * slots
+
+
+def slots_of(plan: PipelinePlan) -> int:
+    """How many slots each channel gets, for steps of a plan and for its forwards alone."""
+    return max(slots_needed(plan, early=True), slots_needed(forward_plan(plan), early=False))
 
 
 def slots_needed(plan: PipelinePlan, early: bool) -> int:

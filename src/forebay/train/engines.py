@@ -30,7 +30,7 @@ from forebay.moe.dispatch import TokenDispatcher
 from forebay.pipeline.model import AttentionOnly, CutLayer, CutModel, Microbatch, MlpOnly
 from forebay.pipeline.p2p import DistLinks, Links, confirmed_by, neighbors
 from forebay.pipeline.partition import Partition, held_by
-from forebay.pipeline.peer_links import PeerLinks, PeerMailboxes, packet_bytes, slots_and_words, slots_needed
+from forebay.pipeline.peer_links import PeerLinks, PeerMailboxes, packet_bytes, slots_and_words, slots_of
 from forebay.pipeline.runtime import Balance, LocalBalance, PipelineRuntime, Stage, StageBalance, Watcher
 from forebay.pipeline.schedule import (
     BACKWARD_WEIGHT,
@@ -331,7 +331,7 @@ class PipelinedGradients(GradientEngine):
         config, mesh, pairs = self._parts.config, self._parts.mesh, neighbors(plan.ranks)
         asked = mesh.device.type == "cuda" and config.parallel.dispatch in ("auto", "symmetric")
         if asked and mesh.all(peers_are_reachable(group)):
-            slots = max(slots_needed(plan, early=True), slots_needed(forward_plan(plan), early=False))
+            slots = slots_of(plan)
             size = self._packet_bytes(config.microbatch(mesh.batch.size) * config.train.sequence)
             self._boxes = PeerMailboxes(group, *slots_and_words(pairs, slots), size, mesh.device)
             return PeerLinks(mesh.pp_rank, pairs, slots, self._boxes)

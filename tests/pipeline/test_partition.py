@@ -19,6 +19,7 @@ from forebay.pipeline.partition import (
     even_partition,
     held_by,
     in_flight,
+    listed,
     of_counts,
     partition_layers,
     rank_of,
@@ -149,7 +150,8 @@ def test_layers_that_are_cut_in_two() -> None:
     assert found.layers[1] == (mlp, StageLayer(2, mlp=False))
     assert found.layers[2:] == ((StageLayer(2, attention=False),), (StageLayer(3),))
     assert found.counts == (1.5, 1, 0.5, 1)
-    assert [str(layer) for layer in found.layers[1]] == ["1 (mlp)", "2 (self_attn)"]
+    assert [listed(stage) for stage in found.layers] == ["0, 1 (self_attn)", "1 (mlp), 2 (self_attn)", "2 (mlp)", "3"]
+    assert listed(map(StageLayer, range(3))) == "0-2"
     assert held_by([found.layers[1], found.layers[2]]) == [mlp, StageLayer(2)]
     assert (attention.sublayers, mlp.sublayers) == (("self_attn",), ("mlp",))
     with pytest.raises(ValueError, match="layers of this model cannot be cut in two"):

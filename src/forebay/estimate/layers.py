@@ -29,6 +29,7 @@ from forebay.pipeline.partition import (
     StageLayer,
     even_partition,
     in_flight,
+    listed,
     partition_of,
     pipeline_shape,
     with_costs,
@@ -79,7 +80,8 @@ class LayerPlan:
                 "stages": [
                     {
                         "stage": stage,
-                        "layers": [str(layer) for layer in p.layers[stage]],
+                        "layers": [layer.number for layer in p.layers[stage] if layer.is_whole],
+                        "halves": [str(layer) for layer in p.layers[stage] if not layer.is_whole],
                         "embedding": stage == 0,
                         "head": stage == last,
                         "in_flight": self.in_flight[stage],
@@ -118,24 +120,23 @@ class LayerPlan:
             table.add_row(
                 str(row["rank"]),
                 "\n".join(str(s["stage"]) for s in stages),
-                "\n".join(_named(s) for s in stages),
+                "\n".join(self.named(s["stage"]) for s in stages),
                 "\n".join(str(s["in_flight"]) for s in stages),
                 f"{100 * row['time_share']:.1f} %",
                 format_bytes(row["activation_bytes"]),
             )
         return table
 
+    def named(self, stage: int) -> str:
+        """What a stage has, such as "embedding + 0-3"."""
+        last = len(self.partition.layers) - 1
+        return "embedding + " * (stage == 0) + listed(self.partition.layers[stage]) + " + head" * (stage == last)
+
     def _caption(self) -> str:
         return (
             f"Slowest rank over the mean: {self.partition.balance:.3f}; with layers split evenly {self.even.balance:.3f}. "
             "Time is estimated for an H200. Activations are those of a run that keeps all."
         )
-
-
-def _named(stage: dict[str, Any]) -> str:
-    layers = stage["layers"]
-    numbers = layers[0] if len(layers) == 1 else f"{layers[0]} - {layers[-1]}"
-    return "embedding + " * stage["embedding"] + numbers + " + head" * stage["head"]
 
 
 def fast_path_of(config: Config, world: int, traces: TraceCache | None = None) -> FastPath:

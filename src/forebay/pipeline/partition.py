@@ -83,6 +83,17 @@ def held_by(stages: Iterable[Sequence[StageLayer]]) -> list[StageLayer]:
     return list(found.values())
 
 
+def listed(layers: Iterable[StageLayer]) -> str:
+    """Layers of a stage in order, such as "0 (mlp), 1-3"."""
+    runs: list[list[StageLayer]] = []
+    for layer in layers:
+        if runs and layer.is_whole and runs[-1][-1].is_whole:
+            runs[-1].append(layer)
+        else:
+            runs.append([layer])
+    return ", ".join(f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)
+
+
 @dataclass(frozen=True)
 class Partition:
     """Layers of each stage, and the rank of each stage.

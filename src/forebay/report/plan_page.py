@@ -491,7 +491,7 @@ def _pipeline(plan: LayerPlan) -> Section:
     found = [
         (
             str(row["rank"]),
-            "; ".join(_stage(s) for s in row["stages"]),
+            "; ".join(f"stage {s['stage']}: {plan.named(s['stage'])}" for s in row["stages"]),
             ", ".join(str(s["in_flight"]) for s in row["stages"]),
             f"{100 * row['time_share']:.1f} %",
             bar(row["time_share"] / longest, "F"),
@@ -504,11 +504,6 @@ def _pipeline(plan: LayerPlan) -> Section:
     )
     heads = "rank|layers:path|microbatches in flight:n|share of time:n|:share"
     return Section("pipeline", "Layers and ranks", lead, table("Layers of each pipeline rank", heads, found))
-
-
-def _stage(stage: dict[str, Any]) -> str:
-    ends = ("embedding, " if stage["embedding"] else "", ", head" if stage["head"] else "")
-    return f"stage {stage['stage']}: {ends[0]}{ranges(stage['layers'])}{ends[1]}"
 
 
 def about(config: Config, notes: tuple[str, ...], more: Html | None = None) -> Section:

@@ -30,7 +30,8 @@ DENSE = {key: value for key, value in TINY.items() if "moe" not in key and "expe
         (1, True, {"keep"}, 0.10),
         (1, False, {"keep", "recompute+offload"}, 0.10),
         (1, True, {"offload", "auto"}, 0.14),
-        (2, True, {"auto"}, 0.05),
+        (2, True, {"auto"}, 0.14),
+        (2, True, {"offload"}, 0.05),
     ],
 )
 def test_the_share_is_that_of_the_run_s_kind(gpus: int, compiled: bool, placements: set[str], share: float) -> None:

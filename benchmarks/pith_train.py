@@ -107,12 +107,13 @@ def prepare(args: argparse.Namespace, folder: Path) -> Callable[[], Any]:
     from pithtrain.modules.training import make_adamw_optimizer, make_constant_scheduler, setup_training
     from pithtrain.tasks.pretrain_lm import PretrainLMCfg, criterion
 
-    declared = json.loads((args.checkout / "examples/pretrain_lm" / args.model / "config.json").read_text())
-    (folder / "model.json").write_text(json.dumps(declared | {"num_hidden_layers": args.layers}))
     corpus = folder / "data"
-    corpus.mkdir()
-    with open(corpus / "tokens.bin", "wb") as file:  # read at the start, not by the step
-        np.save(file, np.random.randint(TOKENS, size=SEQUENCE * 200 + 1))
+    if int(os.environ["LOCAL_RANK"]) == 0:  # before the others get through `setup_distributed`
+        declared = json.loads((args.checkout / "examples/pretrain_lm" / args.model / "config.json").read_text())
+        corpus.mkdir(parents=True)
+        (folder / "model.json").write_text(json.dumps(declared | {"num_hidden_layers": args.layers}))
+        with open(corpus / "tokens.bin", "wb") as file:  # read at the start, not by the step
+            np.save(file, np.random.randint(TOKENS, size=SEQUENCE * 200 + 1))
     config = PretrainLMCfg()
     config.distributed.pipeline_parallel_size, config.distributed.expert_parallel_size = args.pp, args.ep
     t = config.training
@@ -151,7 +152,9 @@ def main() -> None:
     args = parser.parse_args()
     stand_in()
     sys.path.insert(0, str(args.checkout))
-    step = prepare(args, Path(tempfile.mkdtemp()))
+    step = prepare(
+        args, Path(tempfile.gettempdir()) / f"pith-train-{os.getppid()}"
+    )  # torchrun's process is the parent of all
     seconds, peaks, base = [], [], 0
     for number in range(WARM + TIMED):
         gc.collect()

@@ -73,9 +73,12 @@ def config_of(entry: Entry) -> Config:
 
 
 def as_run(entry: Entry, row: dict[str, Any]) -> Entry:
-    """The entry with the layers by stage that its pipeline ran with: costs of layers may have changed since."""
-    if layers := next((rank["layers"] for rank in row["ranks"] if rank and rank.get("layers")), None):
-        parallel = {**entry.sections["parallel"], "partition": layers}
+    """The entry with the layers by stage that its pipeline ran with: costs of layers may have changed since. Runs that do not say
+    how they sent messages did so through NCCL."""
+    ran = next((rank for rank in row["ranks"] if rank and rank.get("layers")), None)
+    if ran is not None:
+        through = {} if ran.get("links") or entry.sections["parallel"].get("ep", 1) > 1 else {"dispatch": "nccl"}
+        parallel = {**entry.sections["parallel"], **through, "partition": ran["layers"]}
         return replace(entry, sections={**entry.sections, "parallel": parallel})
     return entry
 

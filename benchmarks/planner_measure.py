@@ -416,7 +416,8 @@ def about(trainer: Trainer) -> dict[str, Any]:
         "graph_bytes": graph_bytes(trainer),
         "exchange": type(trainer.dispatcher).__name__,
         "parameters": sum(p.numel() for p in trainer.model.parameters()),
-        "layers": None if trainer.pipeline is None else [len(stage) for stage in trainer.pipeline.partition.layers],
+        "layers": None if trainer.pipeline is None else list(trainer.pipeline.partition.counts),
+        "links": None if trainer.pipeline is None else trainer.pipeline.links,
     }
 
 

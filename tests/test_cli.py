@@ -132,10 +132,10 @@ def test_plan(run: Run, plan: Plan, config: str, tmp_path: Path, monkeypatch: py
     both = [f"{n} ({name})" for n in range(12) for name in ("self_attn", "mlp")]
     whole = [[f"{n} ({name})" for n in stage["layers"] for name in ("self_attn", "mlp")] for stage in stages]
     assert sorted(
-        half for stage, halves in zip(stages, whole, strict=True) for half in [*halves, *stage["halves"]]
+        half for stage, halves in zip(stages, whole, strict=True) for half in [*halves, *stage["sublayers"]]
     ) == sorted(both)
-    assert [len(stage["layers"]) + len(stage["halves"]) / 2 for stage in stages] == found["partition"]
-    assert all(half in out for stage in stages for half in stage["halves"])
+    assert [len(stage["layers"]) + len(stage["sublayers"]) / 2 for stage in stages] == found["partition"]
+    assert all(half in out for stage in stages for half in stage["sublayers"])
     assert [stage["embedding"] for stage in stages] == [True, False, False, False]
     assert [stage["head"] for stage in stages] == [False, False, False, True]
     assert sum(rank["time_share"] for rank in ranks) == pytest.approx(1)

@@ -109,9 +109,9 @@ def test_overrides(tmp_path: Path) -> None:
         ),
         (
             with_key("parallel", pp=2, partition=[1, 0, 1, 2]),
-            ["[1, 0, 1, 2] gives a stage 0 layers", "valid are 0.5 and more"],
+            ["[1, 0, 1, 2]: stage 1 gets 0 layers", "valid are 0.5 and more"],
         ),
-        (with_key("parallel", pp=2, partition=[1.3, 1, 1, 1]), ["gives a stage 1.3 layers", "in steps of 0.5"]),
+        (with_key("parallel", pp=2, partition=[1.3, 1, 1, 1]), ["stage 0 gets 1.3 layers", "in steps of 0.5"]),
         (with_key("parallel", pp=2, overlap=True), ["parallel.overlap", "'dualpipev' overlaps by itself"]),
         ({"model": {"family": "mixtral", "loss": "transformers"}, "parallel": {"pp": 2}}, ["model.loss = 'fused'"]),
         (with_key("model", loss="transformers") | {"parallel": {"overlap": True}}, ["parallel.overlap = true needs"]),

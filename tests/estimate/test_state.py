@@ -153,7 +153,7 @@ def test_a_gpu_takes_its_share() -> None:
     channels = MESSAGES + 16 * (4 * CHANNEL + CHANNEL_SEND + CHANNEL_RECEIVE)
     assert outside_bytes(everything) == several + channels
     assert outside_bytes(everything, both_ways=True) == several + channels + 16 * (CHANNEL_SEND + CHANNEL_RECEIVE)
-    assert outside_bytes(replace(everything, slots=64 << 20), both_ways=True) == several + (64 << 20)
+    assert outside_bytes(replace(everything, slot_bytes=64 << 20), both_ways=True) == several + (64 << 20)
     replicated = replace(everything, replicate=2)
     assert outside_bytes(replicated) == outside_bytes(everything) + 32 * ring
     assert (

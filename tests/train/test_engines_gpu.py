@@ -1,4 +1,4 @@
-"""Pipelines on two GPUs, through NCCL: what `test_engines` and `test_matrix` show on gloo, with real streams and copies.
+"""Pipelines on two GPUs, by copies and through NCCL: what `test_engines` and `test_matrix` show on gloo, with real streams.
 
 The file is a script too: `torchrun --nproc-per-node N test_engines_gpu.py DEVICE FOLDER` runs all cases that N processes can, and
 leaves each rank's losses and gradients in FOLDER.
@@ -31,8 +31,8 @@ BF16_STEPS = 32  # until steps with offload are captured for good: three graphs 
 MODEL = {"dtype": "float32", "attention": "eager"}
 SIZES = {**GPU_SIZES, "num_hidden_layers": 4, "num_experts": 8, "router_aux_loss_coef": 0.01}
 # Layers that are cut in two; each rank's weights are others then.
-CUT_NAMES = "bf16 cut", "bf16 cut in a graph"
-CUT: tuple[tuple[str, dict[str, Any]], ...] = ((CUT_NAMES[0], {}), (CUT_NAMES[1], {"graph": True}))
+CUT_NAMES = "bf16 cut", "bf16 cut in a graph", "bf16 cut through NCCL", "bf16 cut through NCCL in a graph"
+CUT: tuple[tuple[str, dict[str, Any]], ...] = tuple((name, {"graph": "graph" in name}) for name in CUT_NAMES)
 
 
 def cases(world: int) -> dict[str, dict[str, Any]]:
@@ -52,6 +52,7 @@ def cases(world: int) -> dict[str, dict[str, Any]]:
             compute = {"compute": "bfloat16"} if "bf16" in what else {}
             parallel = {"pp": 2, "schedule": schedule, "reshard": "resharded" in what or "graph" not in what}
             parallel |= {"partition": [0.5, 1.5, 1, 1]} if "cut" in what else {}
+            parallel |= {"dispatch": "nccl"} if "NCCL" in what else {}
             found[f"{schedule} {what}"] = {
                 "parallel": parallel,
                 "memory": own,
@@ -62,6 +63,7 @@ def cases(world: int) -> dict[str, dict[str, Any]]:
 
 
 def run(device: str, folder: Path) -> None:
+    from forebay.moe.backends import peers_are_reachable
     from forebay.train.distributed import Mesh
     from forebay.train.trainer import Trainer
 
@@ -76,6 +78,9 @@ def run(device: str, folder: Path) -> None:
         )
         with Mesh.open(settings) as mesh, Trainer(settings, mesh) as trainer:
             found = gradients_of_steps(trainer, BF16_STEPS if "bf16" in name else STEPS)
+            if trainer.pipeline is not None:
+                near = "NCCL" not in name and peers_are_reachable(mesh.pipeline)
+                assert ("copies" in trainer.pipeline.links) == near, name
             if trainer.cuda_graph is not None:
                 assert trainer.cuda_graph.is_captured, f"{name}: {trainer.cuda_graph.eager_reason}"
         torch.save(found, folder / f"{name}-{mesh.rank}.pt")
@@ -83,7 +88,7 @@ def run(device: str, folder: Path) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.multi
-def test_pipelines_through_nccl(tmp_path: Path) -> None:
+def test_pipelines_on_two_gpus(tmp_path: Path) -> None:
     folder = write_text(tmp_path, 2000)
     for world in (1, 2):
         torchrun(__file__, world, "cuda", folder, seconds=300)
@@ -95,7 +100,8 @@ def test_pipelines_through_nccl(tmp_path: Path) -> None:
                 ("keep", "offload"),
                 ("bf16", "bf16 keep in a graph"),
                 ("bf16", "bf16 offload in a graph"),
-                *((("bf16", "bf16 resharded in a graph"), CUT_NAMES) if schedule == "dualpipev" else ()),
+                *((("bf16", "bf16 resharded in a graph"),) if schedule == "dualpipev" else ()),
+                *((CUT_NAMES[0], name) for name in CUT_NAMES[1:] if schedule == "dualpipev"),
             ):
                 steps, same = (torch.load(tmp_path / f"{schedule} {name}-{rank}.pt") for name in (one, other))
                 assert_same_steps(same, steps, f"{schedule}, {other}, rank {rank}")

@@ -229,10 +229,10 @@ def _pipeline_mistakes(c: Config) -> Iterator[str]:
                 f"parallel.partition has {len(counts)} entries, but parallel.schedule = {p.schedule!r} with "
                 f"parallel.pp = {p.pp} has {c.stages} stages; give one number for each"
             )
-        if wrong := [count for count in counts if count <= 0 or count * 2 % 1]:
+        if wrong := [(stage, count) for stage, count in enumerate(counts) if count <= 0 or count * 2 % 1]:
             yield (
-                f"parallel.partition = {list(counts)} gives a stage {wrong[0]} layers; valid are 0.5 and more, in steps of 0.5 "
-                "(half a layer is one of its sublayers)"
+                f"parallel.partition = {list(counts)}: stage {wrong[0][0]} gets {wrong[0][1]} layers; valid are 0.5 and more, in "
+                "steps of 0.5 (half a layer is one of its sublayers)"
             )
     if p.pp == 1:
         return

@@ -208,7 +208,8 @@ class Parallel:
     ep: int = key(1, "Processes that share the experts of a layer.", low=1)
     dispatch: str = key(
         "auto",
-        "Token dispatcher; 'auto' chooses by where the expert group's processes run.",
+        "Token dispatcher; 'auto' chooses by where the expert group's processes run. With 'auto' and 'symmetric', pipeline ranks "
+        "of one host copy into each other's memory too.",
         choices=("auto", "nccl", "symmetric", "hierarchical", "deepep"),
     )
     capacity_factor: float | str = key(

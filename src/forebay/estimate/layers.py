@@ -81,7 +81,7 @@ class LayerPlan:
                     {
                         "stage": stage,
                         "layers": [layer.number for layer in p.layers[stage] if layer.is_whole],
-                        "halves": [str(layer) for layer in p.layers[stage] if not layer.is_whole],
+                        "sublayers": [str(layer) for layer in p.layers[stage] if not layer.is_whole],
                         "embedding": stage == 0,
                         "head": stage == last,
                         "in_flight": self.in_flight[stage],

@@ -99,7 +99,10 @@ def placed_parts(
 ) -> list[Part]:
     """The parts of a stage in forward order. `prefix`: module path of the layers; `recompute`: of `[memory]` or `WHOLE_LAYER`."""
     found = [_part("embedding", "embedding", trace.embedding)] if stage.embedding else []
-    reads = next((here.number for here in stage.layers if here.attention), None)  # whose attention is the first
+    # Masks and tables are the first attention's; a stage without attention makes them too.
+    reads = next(
+        ((here.number, "self_attn") for here in stage.layers if here.attention), (stage.layers[0].number, "mlp")
+    )
     for here in stage.layers:
         number, layer = here.number, trace.layers[here.number]
         for name, sublayer in layer.on(here):
@@ -109,7 +112,7 @@ def placed_parts(
             part = _part(path, number, sublayer, "keep" if light else placement, light)
             with_previous = recompute == WHOLE_LAYER and placement == "recompute" and name == "mlp"
             balance = trace.balance if name == "mlp" and layer.is_moe else 0
-            first = name == "self_attn" and number == reads
+            first = (number, name) == reads
             shared, given = (trace.shared, trace.given) if first else (0, ())
             part = replace(part, shared=shared, given=given, unused=trace.unused * first, alone=not here.mlp)
             found.append(replace(part, balance=balance, with_previous=with_previous))

@@ -132,9 +132,11 @@ def parts_of(trace: ModelTrace, stage: StageLayers, prefix: str) -> list[tuple[s
     shared = trace.shared  # the first attention holds it
     for here in stage.layers:
         layer = trace.layers[here.number]
-        more = {"self_attn": shared, "mlp": trace.balance if layer.is_moe else 0}
-        found += [(f"{prefix}.{here.number}.{name}", part, more[name]) for name, part in layer.on(here)]
-        shared = 0 if here.attention else shared
+        for name, part in layer.on(here):
+            more = trace.balance if name == "mlp" and layer.is_moe else 0
+            if name == "self_attn":
+                more, shared = more + shared, 0
+            found.append((f"{prefix}.{here.number}.{name}", part, more))
     return found + ([("head", trace.head, 0)] if stage.head else [])
 
 

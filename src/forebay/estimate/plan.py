@@ -34,9 +34,6 @@ from forebay.estimate.types import Shape
 from forebay.estimate.walk import StepLevel
 from forebay.models.catalog import PUBLISHED, find
 from forebay.models.placements import split_stash
-from forebay.pipeline.p2p import neighbors
-from forebay.pipeline.peer_links import slots_and_words, slots_of
-from forebay.pipeline.schedule import PipelinePlan
 from forebay.policy import PLACEMENTS, Claim, PolicyError, format_bytes, is_inside, refuse_containers, resolve
 from forebay.train.hf_io import declared_by
 from forebay.train.parallel import experts_in
@@ -450,9 +447,11 @@ def _estimator(
     if p.pp > 1:
         # Chosen placements may offload nothing: then weight gradients wait as the schedule says.
         early = c.weights_early and auto is None
-        pipeline = traces.pipeline(p.schedule, p.pp, plan.microbatches, p.chunks, early)
-        actions, packet = pipeline.actions, shape.sequence * shape.microbatch * text.hidden_size * sharing.compute
-        sharing = replace(sharing, slots=_slot_bytes(c, pipeline, packet, sharing))
+        schedule = p.schedule, p.pp, plan.microbatches, p.chunks, early
+        actions = traces.pipeline(*schedule).actions
+        if sharing.gpu and sharing.world <= SAME_HOST and p.dispatch in ("auto", "symmetric"):
+            packet = shape.sequence * shape.microbatch * text.hidden_size * sharing.compute
+            sharing = replace(sharing, slot_bytes=traces.slots(*schedule) * packet)
     return RunEstimator(
         c,
         plan,
@@ -469,13 +468,6 @@ def _estimator(
         budget=budget,
         auto=auto,
     ), notes
-
-
-def _slot_bytes(config: Config, pipeline: PipelinePlan, packet: int, sharing: Sharing) -> int:
-    """Bytes outside of the allocator into which pipeline ranks of one host copy packets; 0 if these travel through NCCL."""
-    if not sharing.gpu or sharing.world > SAME_HOST or config.parallel.dispatch not in ("auto", "symmetric"):
-        return 0
-    return slots_and_words(neighbors(pipeline.ranks), slots_of(pipeline))[0] * packet
 
 
 def _dispatcher_bytes(config: Config, text: Any, shape: Shape, sharing: Sharing) -> int:

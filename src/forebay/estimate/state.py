@@ -66,7 +66,7 @@ class WeightShapes:
     divisible: bool = False
 
     def of(self, layer: StageLayer) -> tuple[Weight, ...]:
-        """Those of a layer's parameters that a stage has."""
+        """A layer's parameters that a stage has."""
         every = self.layers[layer.number]
         return every if layer.is_whole else tuple(w for w in every if w.attention == layer.attention)
 
@@ -96,7 +96,7 @@ class Sharing:
         fused: AdamW is one kernel; else its temporaries are as large as the shard.
         random: parameters are whole on the device for a moment, one by one: they are initialized there, not loaded.
         trainer: `forebay train` runs the steps; else transformers' `Trainer`.
-        slots: bytes of a rank into which pipeline ranks of its host copy packets (`forebay.pipeline.peer_links`); 0 if packets
+        slot_bytes: of a rank into which pipeline ranks of its host copy packets (`forebay.pipeline.peer_links`); 0 if packets
             travel through NCCL.
     """
 
@@ -117,7 +117,7 @@ class Sharing:
     fused: bool = True
     random: bool = True
     trainer: bool = True
-    slots: int = 0
+    slot_bytes: int = 0
 
     @property
     def gathers_experts(self) -> bool:
@@ -215,7 +215,7 @@ def outside_bytes(s: Sharing, both_ways: bool = False) -> int:
     if s.pp > 1:
         used = (CHANNEL_SEND + CHANNEL_RECEIVE) * (1 + both_ways)
         messages = [MESSAGES, min(s.pp - 1, 2) * PIPELINE * (4 * CHANNEL + used)]
-        groups += [_group_bytes(s.pp, FEW), *([s.slots] if s.slots else messages)]
+        groups += [_group_bytes(s.pp, FEW), *([s.slot_bytes] if s.slot_bytes else messages)]
     return CONTEXT + NCCL + sum(groups)
 
 

@@ -20,6 +20,8 @@ from forebay.estimate.state import WeightShapes, weight_shapes
 from forebay.estimate.trace import base_path, trace_model
 from forebay.estimate.types import ModelTrace, Shape
 from forebay.models.families import UnknownLayerError, called_paths, decoder_layers
+from forebay.pipeline.p2p import neighbors
+from forebay.pipeline.peer_links import slots_and_words, slots_of
 from forebay.pipeline.schedule import PipelinePlan, make_plan
 from forebay.train import hf_io
 
@@ -56,6 +58,7 @@ class TraceCache:
         self._traces: dict[tuple[str, Shape], ModelTrace] = {}
         self._alike: dict[tuple[str, Shape], ModelTrace] = {}  # by `Shape.without_experts`
         self._pipelines: dict[Any, PipelinePlan] = {}
+        self._slots: dict[Any, int] = {}
 
     def declared(self, config: Config) -> Any:
         """`forebay.train.hf_io.declared_by`, which takes 2 ms and is asked for four times a mesh."""
@@ -118,6 +121,13 @@ class TraceCache:
         if schedule not in self._pipelines:
             self._pipelines[schedule] = make_plan(*schedule)
         return self._pipelines[schedule]
+
+    def slots(self, *schedule: Any) -> int:
+        """The slots of each rank into which others copy packets; arguments as for `make_plan`."""
+        if schedule not in self._slots:
+            plan = self.pipeline(*schedule)
+            self._slots[schedule] = slots_and_words(neighbors(plan.ranks), slots_of(plan))[0]
+        return self._slots[schedule]
 
 
 def _key(section: Model, declared: Any) -> str:

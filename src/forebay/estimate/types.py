@@ -254,7 +254,7 @@ class LayerTrace:
         return ("self_attn", self.attention), ("mlp", self.mlp)
 
     def on(self, stage_layer: StageLayer) -> list[tuple[str, PartTrace]]:
-        """Those of the layer's sublayers that a stage has."""
+        """The layer's sublayers that a stage has."""
         return [(name, part) for name, part in self.sublayers if name in stage_layer.sublayers]
 
     @property

@@ -354,7 +354,7 @@ class _StepRun:
                             self._allocator.free(self._malloc(size))
                         self._free_all(deferred.blocks)
                     self._walk.note(self._action, "weight gradients")
-                case "RECV_F" | "RECV_B" if not self._run.sharing.slots:
+                case "RECV_F" | "RECV_B" if not self._run.sharing.slot_bytes:
                     self._arrived[action.kind[-1], action.stage, action.microbatch] = self._malloc(self._run.hidden)
 
     def end(self) -> list[Block]:
@@ -707,7 +707,7 @@ class _StepRun:
         if stage in self._run.stages:
             self._arrived[kind, stage, microbatch] = block
             return
-        if self._run.sharing.slots:  # copied
+        if self._run.sharing.slot_bytes:  # copied
             self._allocator.free(block)
             return
         self._free(self._sent)

@@ -12,6 +12,8 @@ and 1.001 by flags (H200, CUDA 13, `benchmarks/graph_joins.py`). Waiting for a w
 CUDA does not see this order. So the fork stays an edge, each side stream is joined by an edge at the graph's end, and chain and
 side stream must be able to run concurrently: a graph that CUDA ran as one queue would wait forever. Run a captured graph once to
 check it; `Flags.open` ends a graph that waits.
+
+`StreamWords` alone serves outside of graphs too, and between GPUs (`forebay.pipeline.peer_links`).
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ class StreamWords:
 
     @classmethod
     def of_driver(cls) -> StreamWords | None:
-        """Those of CUDA's driver; None if it is missing or lacks these operations."""
+        """An object for CUDA's driver; None if that is missing or lacks these operations."""
         driver = _driver()
         return None if driver is None else cls(driver)
 
@@ -43,7 +45,10 @@ class StreamWords:
         _checked(self._driver.cuStreamWriteValue32_v2(stream.cuda_stream, address, value, 0))
 
     def wait(self, stream: torch.cuda.Stream, address: int) -> None:
-        """Make `stream` wait until the word is 1."""
+        """Make `stream` wait until the word is 1.
+
+        What the writer's stream wrote before the word, to this GPU too, is there then: `write` puts a fence between the two.
+        """
         _checked(self._driver.cuStreamWaitValue32_v2(stream.cuda_stream, address, 1, _EQUAL))
 
 

@@ -273,8 +273,8 @@ def keep_part(
     embedding: bool,
     head: bool,
     *,
-    without_attention: Iterable[int] = (),
-    without_mlp: Iterable[int] = (),
+    without_attention: Collection[int] = (),
+    without_mlp: Collection[int] = (),
 ) -> None:
     """Cut a `*ForCausalLM` down in place, so that a pipeline rank makes, reads, shards and saves its own layers only.
 
@@ -301,6 +301,13 @@ def keep_part(
         raise ValueError(f"a part needs at least one of the {count} decoder layers")
     if len(set(kept)) < len(kept) or kept[0] < 0 or kept[-1] >= count:
         raise ValueError(f"layers {kept} must be distinct and between 0 and {count - 1}, the model's last layer")
+    if not {*without_attention, *without_mlp} <= set(kept):
+        raise ValueError(f"layers of which one sublayer is left out must be among those that are kept, {kept}")
+    left_out = [
+        (n, cut_in_two(base.layers[n])[half])
+        for half, some in enumerate((without_attention, without_mlp))
+        for n in some
+    ]
     if model.config.get_text_config().tie_word_embeddings:
         if embedding != head:
             raise ValueError(
@@ -309,11 +316,6 @@ def keep_part(
             )
         if not embedding:
             model.all_tied_weights_keys, model._tied_weights_keys = {}, None  # or transformers would look for them
-    left_out = [
-        (n, cut_in_two(base.layers[n])[half])
-        for half, some in enumerate((without_attention, without_mlp))
-        for n in some
-    ]
     base.layers = LocalLayers(base.layers, kept)
     for number, names in left_out:
         base.layers.leave_out(number, names)
@@ -326,13 +328,13 @@ def keep_part(
 
 def sublayer_modules(layer: nn.Module, halves: Halves) -> tuple[list[str], list[str]] | None:
     """Names of the modules of each of a layer's sublayers; None if some weight is in neither or in both."""
-    mine, others = (
+    first, second = (
         [name for name in dict.fromkeys(names) if isinstance(getattr(layer, name, None), nn.Module)]
         for names in (halves.first, halves.second)
     )
     weights = {name.partition(".")[0] for name, _ in layer.named_parameters()}
-    belong = weights <= {*mine, *others} and not weights & set(mine) & set(others)
-    return (mine, others) if belong else None
+    belong = weights <= {*first, *second} and not weights & set(first) & set(second)
+    return (first, second) if belong else None
 
 
 def cut_in_two(layer: nn.Module) -> tuple[list[str], list[str]]:

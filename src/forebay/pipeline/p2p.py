@@ -55,6 +55,10 @@ class Links(Protocol):
     def reset(self) -> None:
         """After an error: drop everything without waiting."""
 
+    @property
+    def about(self) -> str:
+        """How packets travel, for the person who starts the run."""
+
 
 class DistLinks:
     """`Links` through `torch.distributed`; the methods are documented there.
@@ -82,6 +86,7 @@ class DistLinks:
     ):
         self._confirmed_by, self._timeout = confirmed_by, timeout
         self._device = device
+        self._group = group
         self._rank = dist.get_rank(group)
         self._members = dist.get_process_group_ranks(group)
         self._channels: dict[tuple[str, int, int], dist.ProcessGroup] = {}
@@ -94,6 +99,10 @@ class DistLinks:
         for source, target in pairs:
             for kind in "FB":
                 self._channels[kind, source, target] = self._channel(source, target, pipelines) or group
+
+    @property
+    def about(self) -> str:
+        return dist.get_backend_config(self._group)
 
     def expect(self, message: Message, source: int, like: Sequence[Tensor]) -> None:
         packet = tuple(self._buffer(t) if self._capturing() else torch.empty_like(t, device=self._device) for t in like)

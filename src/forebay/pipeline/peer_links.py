@@ -44,6 +44,9 @@ class Mailboxes(Protocol):
     def wait(self, word: int) -> None:
         """Wait until a word of this rank is set, and clear it; everything after waits too."""
 
+    def records(self) -> bool:
+        """Whether operations are recorded, in a CUDA graph, and not run."""
+
 
 class Channel(NamedTuple):
     """One kind of message ("F" or "B") from one rank to another. Messages are taken in the order in which they are sent."""
@@ -56,12 +59,16 @@ class Channel(NamedTuple):
 class PeerLinks:
     """`forebay.pipeline.p2p.Links` through `Mailboxes`; the methods are documented there.
 
+    After a step that failed, slots and words are in any state: other steps raise RuntimeError.
+
     Args:
         rank: this pipeline rank.
         pairs: (source, target) for all pipeline ranks that send to each other.
         slots: of each channel; see `slots_of`.
         boxes: with `slots_and_words` of each rank.
     """
+
+    about = "copies into each other's memory"
 
     def __init__(self, rank: int, pairs: Sequence[tuple[int, int]], slots: int, boxes: Mailboxes):
         self._rank, self._slots, self._boxes = rank, slots, boxes
@@ -75,11 +82,14 @@ class PeerLinks:
         self._first_taken = slots * max(arriving.values(), default=0)  # words of `taken` come after those of `arrived`
         self._expected: dict[Message, tuple[int, Sequence[Tensor]]] = {}
         self._sent, self._received = (Counter[Channel]() for _ in range(2))  # in this step
+        self._failed = False
 
     def expect(self, message: Message, source: int, like: Sequence[Tensor]) -> None:
+        self._check()
         self._expected[message] = source, like
 
     def send(self, message: Message, target: int, packet: Packet) -> None:
+        self._check()
         channel = Channel(message.kind, self._rank, target)
         number = self._sent[channel]
         arrived, taken = self._words(channel, number)
@@ -105,12 +115,20 @@ class PeerLinks:
         for channel, sent in self._sent.items():
             for number in range(max(0, sent - self._slots), sent):
                 self._boxes.wait(self._words(channel, number)[1])
-        self.reset()
+        self._forget()
 
     def reset(self) -> None:
+        self._failed = self._failed or not self._boxes.records()
+        self._forget()
+
+    def _forget(self) -> None:
         self._expected.clear()
         self._sent.clear()
         self._received.clear()
+
+    def _check(self) -> None:
+        if self._failed:
+            raise RuntimeError("a step of this pipeline failed, and its ranks cannot go on: start the run again")
 
     def _words(self, channel: Channel, number: int) -> tuple[int, int]:
         """Of a channel's message: the word `arrived`, which has the number of its slot, and the word `taken`."""
@@ -139,7 +157,7 @@ def slots_needed(plan: PipelinePlan, early: bool) -> int:
     """How many slots a channel needs so that ranks do not wait for each other for ever.
 
     Args:
-        early: as many as hold all packets that wait, if all actions take equally long, so that no sender waits either.
+        early: no sender has to wait either, if all actions take equally long.
     """
     if early:
         most = _waiting(plan, None)
@@ -202,14 +220,16 @@ class PeerMailboxes:
             raise RuntimeError("CUDA's driver has no operations on words of memory (cuStreamWaitValue32)")
         self._device, self._slot_bytes, self._first = device, slot_bytes, _lines(4 * words)
         self._group: Any = group
-        self._base = symmetric.empty(self._first + slots * slot_bytes, dtype=torch.uint8, device=device)
-        self._words = self._base[: 4 * words]
+        self._base: Any = symmetric.empty(self._first + slots * slot_bytes, dtype=torch.uint8, device=device)
+        self._words: Any = self._base[: 4 * words]
         self._words.zero_()
         torch.cuda.synchronize(device)  # before another rank can set a word
         self._shared: Any = symmetric.rendezvous(self._base, group)
 
     def put(self, rank: int, slot: int, packet: Packet) -> None:
-        """See `Mailboxes`. A copy engine copies, not a kernel."""
+        """See `Mailboxes`. A copy engine copies, not a kernel. ValueError for a packet that is larger than a slot."""
+        if packet_bytes(packet) > self._slot_bytes:
+            raise ValueError(f"a packet of {packet_bytes(packet)} bytes does not fit a slot of {self._slot_bytes}")
         at = self._first + slot * self._slot_bytes
         for tensor in packet:
             size = tensor.numel() * tensor.element_size()
@@ -234,6 +254,9 @@ class PeerMailboxes:
         self._stream_words.wait(torch.cuda.current_stream(self._device), self._base.data_ptr() + 4 * word)
         self._write(self._base.data_ptr(), word, 0)
 
+    def records(self) -> bool:
+        return torch.cuda.is_current_stream_capturing()
+
     def begin(self) -> None:
         """See `forebay.kernels.flags.Flags`: a graph's words are the same as other steps'."""
 
@@ -249,6 +272,10 @@ class PeerMailboxes:
         self._words.zero_()
         torch.cuda.synchronize(self._device)
         dist.barrier(self._group)
+
+    def close(self) -> None:
+        """Free the memory. No rank may have work left that uses it."""
+        self._base = self._words = self._shared = None
 
     def _write(self, base: int, word: int, value: int) -> None:
         assert self._stream_words is not None

@@ -65,7 +65,7 @@ class CudaGraphStep:
         around: around(timed) is the context of the capture.
         timed_graphs: number of graphs to time, one after the other; the same on all processes.
         plan_again: called after the replays of each timed graph, before the next capture, to plan by the measured times.
-        flags: by which streams of the graph wait for each other.
+        flags: what streams of the graph wait for, of this process and of others.
         ends: seconds within which the first replay has to end, and again once it is made to. A process that waits for another one
             longer than both gives up. Steps that take more than half of it when called are not captured.
         alone: no other process waits for this one: `_SLOWER` times the last called step is waited for if that is longer, and

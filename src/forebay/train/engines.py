@@ -22,6 +22,7 @@ from torch.distributed import ProcessGroup
 
 from forebay.config import Config
 from forebay.errors import UsageError
+from forebay.kernels.flags import StreamWords
 from forebay.managed import Managed
 from forebay.models.families import all_layers, cut_in_two, keep_part
 from forebay.models.router import RouterStats, balance_loss
@@ -42,6 +43,7 @@ from forebay.pipeline.schedule import (
 )
 from forebay.train.cuda_graph import CudaGraphStep, Microbatches, StepState
 from forebay.train.distributed import Mesh
+from forebay.train.heartbeat import ending_after
 from forebay.train.unsharded_step import DeferredExperts, UnshardedStep
 
 # Graphs whose replays are timed: the first one's plan rests on the times of calls, the others' on those of the graph before.
@@ -299,6 +301,24 @@ class PipelinedGradients(GradientEngine):
         self._forward_runtime: PipelineRuntime | None = None
         self._capture()
 
+    def __call__(self, microbatches: Microbatches, count: Tensor | int, parts: int) -> tuple[Tensor, Tensor]:
+        """See `GradientEngine`. Ends the process if its host takes longer than `parallel.timeout`: a stream that waits for a copy
+        of another rank holds up the host before it gets to a collective, whose timeout NCCL watches."""
+        seconds = self._parts.config.parallel.timeout
+        why = f"a step of pipeline rank {self._rank} took more than parallel.timeout = {seconds} s: another rank hangs"
+        with nullcontext() if self._boxes is None else ending_after(seconds, why):
+            return super().__call__(microbatches, count, parts)
+
+    def close(self) -> None:
+        super().close()
+        if self._boxes is not None:
+            self._boxes.close()
+
+    @property
+    def links(self) -> str:
+        """How messages travel."""
+        return self._links.about
+
     @torch.no_grad()
     def evaluate(self, microbatches: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
         """The sum of the cross entropies of all targets, fp32; 0 on ranks without the last stage.
@@ -330,7 +350,8 @@ class PipelinedGradients(GradientEngine):
         """Copies into each other's memory where the GPUs of all pipelines can, unless the configuration says NCCL."""
         config, mesh, pairs = self._parts.config, self._parts.mesh, neighbors(plan.ranks)
         asked = mesh.device.type == "cuda" and config.parallel.dispatch in ("auto", "symmetric")
-        if asked and mesh.all(peers_are_reachable(group)):
+        # The second question is collective in a pipeline, the third over all processes.
+        if asked and mesh.all(peers_are_reachable(group) and StreamWords.of_driver() is not None):
             slots = slots_of(plan)
             size = self._packet_bytes(config.microbatch(mesh.batch.size) * config.train.sequence)
             self._boxes = PeerMailboxes(group, *slots_and_words(pairs, slots), size, mesh.device)
@@ -340,7 +361,7 @@ class PipelinedGradients(GradientEngine):
         return DistLinks(group, pairs, mesh.device, mesh.pipelines, confirmed, timeout)
 
     def _packet_bytes(self, tokens: int) -> int:
-        """Of the largest packet: hidden states of `tokens`, and what the load balance adds."""
+        """Bytes of the largest packet: hidden states of `tokens`, and what the load balance adds."""
         like = [self._cut.hidden(Microbatch(torch.empty(1, tokens), torch.empty(0), 1))]
         return packet_bytes(like + ([*self._balance.like()[0]] if self._balance is not None else []))
 

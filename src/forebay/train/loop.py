@@ -510,6 +510,8 @@ class _TrainingRun:
         report.say(f"{_class_name(model)}: {count / 1e6:,.1f} M parameters, {dtype}, on {many}{name}{shared}")
         if self.trainer.dispatcher is not None and self.trainer.dispatcher.about:
             report.say(f"tokens travel by {self.trainer.dispatcher.about}")
+        if self.trainer.pipeline is not None:
+            report.say(f"stages send by {self.trainer.pipeline.links}")
         if self.path.line:
             report.say(self.path.line)
         report.say(f"data {self.trainer.corpus.description}")

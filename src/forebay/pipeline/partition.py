@@ -318,10 +318,13 @@ def partition_layers(costs: ModelCosts, schedule: str, pp: int, *, microbatches:
         return with_costs(of_counts(counts, n_layers, schedule, pp, chunks), costs, schedule, microbatches)
 
     whole = best(costs.layers)
-    if not costs.attention:
+    assert whole.time is not None
+    ends = costs.head.time + costs.embedding.time * (schedule in _V)
+    least = max(sum(whole.time) / pp, ends)  # of the slowest rank, however layers are cut
+    if not costs.attention or max(whole.time) <= least * (1 + 1 / _ALIKE):
         return whole
     cut = best(costs.sublayers)
-    assert whole.time is not None and cut.time is not None
+    assert cut.time is not None
     return cut if max(cut.time) * (1 + 1 / _ALIKE) < max(whole.time) else whole
 
 

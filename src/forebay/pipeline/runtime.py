@@ -217,7 +217,7 @@ class PipelineRuntime:
         I, W         B without the experts' weight gradients; then these
         OVERLAP_F_B  a forward and a backward take turns, so that each one's transfers hide behind the other's computations. In
                      a plan of one stage, the head runs after the backward, when the other microbatch's activations are gone
-        RECV         posts the receive; SEND does nothing, because packets are sent as soon as they are made
+        RECV         posts the receive, which copies do not need; SEND does nothing: packets are sent as soon as they are made
 
     Args:
         stages: this rank's stages by number.

@@ -10,7 +10,7 @@ parameters and modules.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
@@ -302,12 +302,16 @@ class PipelinedGradients(GradientEngine):
         self._capture()
 
     def __call__(self, microbatches: Microbatches, count: Tensor | int, parts: int) -> tuple[Tensor, Tensor]:
-        """See `GradientEngine`. Ends the process if its host takes longer than `parallel.timeout`: a stream that waits for a copy
-        of another rank holds up the host before it gets to a collective, whose timeout NCCL watches."""
+        """See `GradientEngine`."""
+        with self._limited():
+            return super().__call__(microbatches, count, parts)
+
+    def _limited(self) -> AbstractContextManager[None]:
+        """Context that ends the process if its host takes longer than `parallel.timeout`: a stream that waits for a copy of
+        another rank holds up the host before it gets to a collective, whose timeout NCCL watches."""
         seconds = self._parts.config.parallel.timeout
         why = f"a step of pipeline rank {self._rank} took more than parallel.timeout = {seconds} s: another rank hangs"
-        with nullcontext() if self._boxes is None else ending_after(seconds, why):
-            return super().__call__(microbatches, count, parts)
+        return nullcontext() if self._boxes is None else ending_after(seconds, why)
 
     def close(self) -> None:
         super().close()
@@ -329,7 +333,8 @@ class PipelinedGradients(GradientEngine):
             self._forward_runtime = self._runtime_of(forward_plan(self.plan))
         self._unsharded.gather()
         work = [Microbatch(ids, labels, 1) for ids, labels in microbatches]
-        losses = self._forward_runtime.run(work, self._cut.hidden)
+        with self._limited():
+            losses = self._forward_runtime.run(work, self._cut.hidden)
         if self._balance is not None:
             self._balance.take_losses()
         return losses.float().sum() if losses is not None else torch.zeros((), device=self._device)

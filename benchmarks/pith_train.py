@@ -152,9 +152,8 @@ def main() -> None:
     args = parser.parse_args()
     stand_in()
     sys.path.insert(0, str(args.checkout))
-    step = prepare(
-        args, Path(tempfile.gettempdir()) / f"pith-train-{os.getppid()}"
-    )  # torchrun's process is the parent of all
+    # The same for all processes, whose parent is torchrun's.
+    step = prepare(args, Path(tempfile.gettempdir()) / f"pith-train-{os.getppid()}")
     seconds, peaks, base = [], [], 0
     for number in range(WARM + TIMED):
         gc.collect()

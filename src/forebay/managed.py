@@ -424,9 +424,8 @@ def _sublayers(model: nn.Module, compile: bool, dispatcher: TokenDispatcher | No
 
 
 def _run_sinks_on_flex(model: nn.Module, sublayers: Sublayers, fallbacks: list[str]) -> None:
-    masks = install_sinks(
-        model, [layer.mixer for layer in sublayers.layers if layer.attention in layer.sites], fallbacks
-    )
+    attentions = [layer.mixer for layer in sublayers.layers if layer.attention in layer.sites]
+    masks = install_sinks(model, attentions, fallbacks)
     if masks is not None:
         sublayers.own_masks(masks)
 

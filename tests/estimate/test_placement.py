@@ -16,7 +16,17 @@ from hypothesis import strategies as st
 
 from forebay.config import from_mapping
 from forebay.estimate.layers import plan_layers
-from forebay.estimate.placement import Choice, Machine, Option, by_kind, choose, option, rank_options, sentences
+from forebay.estimate.placement import (
+    Choice,
+    Machine,
+    Option,
+    by_kind,
+    choose,
+    option,
+    parts_of,
+    rank_options,
+    sentences,
+)
 from forebay.estimate.plan import fit_run
 from forebay.estimate.trace_cache import TraceCache
 from forebay.estimate.types import LayerTrace, ModelTrace, OpCost, PartTrace, StageLayers
@@ -45,6 +55,23 @@ def part(chance: random.Random, moe: bool) -> PartTrace:
     saved = chance.randint(50, 200)
     plain = traced(saved, *(chance.randint(*limits) for limits in ((5, 20), (100, 300), (200, 600))))
     return replace(plain, light=saved // 2, stash=(saved // 3, saved // 5)) if moe else plain
+
+
+@pytest.mark.parametrize(
+    ("layers", "reader"),
+    [
+        ([StageLayer(3), StageLayer(4)], "m.3.self_attn"),
+        ([StageLayer(3, attention=False), StageLayer(4)], "m.4.self_attn"),
+        ([StageLayer(3, attention=False)], "m.3.mlp"),
+    ],
+)
+def test_one_sublayer_of_a_stage_counts_what_layers_share(layers: list[StageLayer], reader: str) -> None:
+    """The first attention; a stage without attention makes masks and tables too."""
+    part = traced(2, 0, 1, 2)
+    trace = ModelTrace(part, (LayerTrace(part, part, True),) * 5, part, shared=5, balance=3)
+    more = {path: more for path, _, more in parts_of(trace, StageLayers(tuple(layers), False, False), "m")}
+    expected = {f"m.{layer.number}.{name}": 3 * (name == "mlp") for layer in layers for name in layer.sublayers}
+    assert more == {**expected, reader: expected[reader] + 5}
 
 
 class Case:

@@ -21,6 +21,7 @@ from forebay.config.sections import (
     key,
     parse_duration,
     stages_of,
+    wrong_stage,
 )
 
 __all__ = [
@@ -50,4 +51,5 @@ __all__ = [
     "split_replicas",
     "stages_of",
     "why_called",
+    "wrong_stage",
 ]

@@ -11,7 +11,7 @@ from math import isqrt
 from pathlib import Path
 
 from forebay.config.fast_path import implied
-from forebay.config.sections import SOURCES, Config, Data, DataSource, Memory, parse_duration
+from forebay.config.sections import SOURCES, Config, Data, DataSource, Memory, parse_duration, wrong_stage
 from forebay.errors import UsageError, nearest
 from forebay.policy import PLACEMENTS, PolicyError, parse_bytes
 
@@ -229,9 +229,9 @@ def _pipeline_mistakes(c: Config) -> Iterator[str]:
                 f"parallel.partition has {len(counts)} entries, but parallel.schedule = {p.schedule!r} with "
                 f"parallel.pp = {p.pp} has {c.stages} stages; give one number for each"
             )
-        if wrong := [(stage, count) for stage, count in enumerate(counts) if count <= 0 or count * 2 % 1]:
+        if (wrong := wrong_stage(counts)) is not None:
             yield (
-                f"parallel.partition = {list(counts)}: stage {wrong[0][0]} gets {wrong[0][1]} layers; valid are 0.5 and more, in "
+                f"parallel.partition = {list(counts)}: stage {wrong} gets {counts[wrong]} layers; valid are 0.5 and more, in "
                 "steps of 0.5 (half a layer is one of its sublayers)"
             )
     if p.pp == 1:
@@ -279,7 +279,7 @@ def _graph_mistakes(c: Config) -> Iterator[str]:
         return
     if p.ep > 1 and not p.overlap and p.pp == 1:
         yield f"memory.graph = true with parallel.ep = {p.ep} needs parallel.overlap = true"
-    if p.ep > 1 and (p.dispatch not in ("auto", "symmetric") or not p.capacity_factor):
+    if p.ep > 1 and (not p.may_share or not p.capacity_factor):
         yield (
             f"memory.graph = true needs a token dispatcher without host synchronization, and parallel.dispatch = {p.dispatch!r} "
             f"with parallel.capacity_factor = {p.capacity_factor} synchronizes once a layer; valid is 'symmetric' with one of at "

@@ -6,6 +6,7 @@ refuses combinations of keys. To add a key, add a field.
 
 import dataclasses
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -244,6 +245,11 @@ class Parallel:
         choices=(AUTO,),
     )
 
+    @property
+    def may_share(self) -> bool:
+        """Whether GPUs of one host may write into each other's memory: tokens, and packets of a pipeline."""
+        return self.dispatch in ("auto", "symmetric")
+
 
 @dataclass(frozen=True)
 class Checkpoint:
@@ -420,6 +426,11 @@ def stages_of(schedule: str, pp: int, chunks: int = 2) -> int:
     if pp < 1 or chunks < 1:
         raise ValueError(f"{pp} pipeline ranks with {chunks} stages each are not possible; both must be at least 1")
     return pp * {"1f1b": 1, "interleaved-1f1b": chunks}.get(schedule, 2)
+
+
+def wrong_stage(counts: Sequence[float]) -> int | None:
+    """The first stage whose number of layers is not 0.5 or more, in steps of 0.5; half a layer is one of its sublayers."""
+    return next((stage for stage, count in enumerate(counts) if count <= 0 or count * 2 % 1), None)
 
 
 def parse_duration(text: str) -> float:

@@ -128,7 +128,7 @@ class LayerPlan:
         return table
 
     def named(self, stage: int) -> str:
-        """What a stage has, such as "embedding + 0-3"."""
+        """The parts of the model on a stage, such as "embedding + 0-3"."""
         last = len(self.partition.layers) - 1
         return "embedding + " * (stage == 0) + listed(self.partition.layers[stage]) + " + head" * (stage == last)
 
@@ -237,7 +237,7 @@ def shape_of(config: Config, declared: Any, sharing: Sharing, skew: float = 1.0)
         stages=c.cuts_at_dispatch,
         ep=p.ep,
         skew=skew,
-        capacity_factor=c.step.capacity_factor if p.dispatch in ("auto", "symmetric") else 0.0,
+        capacity_factor=c.step.capacity_factor if p.may_share else 0.0,
         compiled=c.memory.compile,
         flex=c.model.attention == "flex" and sharing.gpu,
         rounds=c.memory.precision == "fp8",

@@ -99,10 +99,6 @@ def placed_parts(
 ) -> list[Part]:
     """The parts of a stage in forward order. `prefix`: module path of the layers; `recompute`: of `[memory]` or `WHOLE_LAYER`."""
     found = [_part("embedding", "embedding", trace.embedding)] if stage.embedding else []
-    # Masks and tables are the first attention's; a stage without attention makes them too.
-    reads = next(
-        ((here.number, "self_attn") for here in stage.layers if here.attention), (stage.layers[0].number, "mlp")
-    )
     for here in stage.layers:
         number, layer = here.number, trace.layers[here.number]
         for name, sublayer in layer.on(here):
@@ -112,7 +108,7 @@ def placed_parts(
             part = _part(path, number, sublayer, "keep" if light else placement, light)
             with_previous = recompute == WHOLE_LAYER and placement == "recompute" and name == "mlp"
             balance = trace.balance if name == "mlp" and layer.is_moe else 0
-            first = (number, name) == reads
+            first = (number, name) == stage.reader
             shared, given = (trace.shared, trace.given) if first else (0, ())
             part = replace(part, shared=shared, given=given, unused=trace.unused * first, alone=not here.mlp)
             found.append(replace(part, balance=balance, with_previous=with_previous))

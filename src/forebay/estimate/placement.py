@@ -129,13 +129,11 @@ def parts_of(trace: ModelTrace, stage: StageLayers, prefix: str) -> list[tuple[s
     """Path and trace of a stage's parts, in forward order, and bytes that each holds under any placement: what layers share, and
     the load-balancing loss's."""
     found = [("embedding", trace.embedding, 0)] if stage.embedding else []
-    shared = trace.shared  # the first attention holds it
     for here in stage.layers:
         layer = trace.layers[here.number]
         for name, part in layer.on(here):
             more = trace.balance if name == "mlp" and layer.is_moe else 0
-            if name == "self_attn":
-                more, shared = more + shared, 0
+            more += trace.shared if (here.number, name) == stage.reader else 0
             found.append((f"{prefix}.{here.number}.{name}", part, more))
     return found + ([("head", trace.head, 0)] if stage.head else [])
 

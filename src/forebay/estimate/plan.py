@@ -449,7 +449,7 @@ def _estimator(
         early = c.weights_early and auto is None
         schedule = p.schedule, p.pp, plan.microbatches, p.chunks, early
         actions = traces.pipeline(*schedule).actions
-        if sharing.gpu and sharing.world <= SAME_HOST and p.dispatch in ("auto", "symmetric"):
+        if sharing.gpu and sharing.world <= SAME_HOST and p.may_share:
             packet = shape.sequence * shape.microbatch * text.hidden_size * sharing.compute
             sharing = replace(sharing, slot_bytes=traces.slots(*schedule) * packet)
     return RunEstimator(

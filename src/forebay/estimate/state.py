@@ -161,7 +161,8 @@ def weight_shapes(model: Any) -> WeightShapes:
         experts = {id(p) for p in parts.moe.experts.parameters()} if parts.moe is not None else set()
         modules = sublayer_modules(parts.module, parts.halves)
         divisible = divisible and modules is not None
-        first = {id(p) for name in (modules or [()])[0] for p in getattr(parts.module, name).parameters()}
+        names = modules[0] if modules is not None else []
+        first = {id(p) for name in names for p in getattr(parts.module, name).parameters()}
         mine = [id(p) for p in _in_fsdp_order(parts.module)]
         layers.append(tuple(named[p]._replace(experts=p in experts, attention=p in first) for p in mine))
         seen.update(mine)

@@ -240,6 +240,13 @@ class StageLayers:
     embedding: bool
     head: bool
 
+    @property
+    def reader(self) -> tuple[int, str]:
+        """Layer and name of the sublayer that counts what all layers share, such as masks and tables: the first attention.
+        A stage without attention makes them too."""
+        numbers = (here.number for here in self.layers if here.attention)
+        return next(((number, "self_attn") for number in numbers), (self.layers[0].number, "mlp"))
+
 
 @dataclass(frozen=True)
 class LayerTrace:

@@ -261,11 +261,6 @@ class LocalLayers(nn.ModuleDict):
             del layer._modules[name]
             layer.__dict__[name] = self.absent[f"{number}.{name}"] = module
 
-    @property
-    def numbers(self) -> tuple[int, ...]:
-        """Indices of the kept layers, ascending."""
-        return tuple(int(name) for name in self)
-
 
 def keep_part(
     model: Any,
@@ -303,11 +298,8 @@ def keep_part(
         raise ValueError(f"layers {kept} must be distinct and between 0 and {count - 1}, the model's last layer")
     if not {*without_attention, *without_mlp} <= set(kept):
         raise ValueError(f"layers of which one sublayer is left out must be among those that are kept, {kept}")
-    left_out = [
-        (n, cut_in_two(base.layers[n])[half])
-        for half, some in enumerate((without_attention, without_mlp))
-        for n in some
-    ]
+    left_out = [(n, cut_in_two(base.layers[n])[0]) for n in without_attention]
+    left_out += [(n, cut_in_two(base.layers[n])[1]) for n in without_mlp]
     if model.config.get_text_config().tie_word_embeddings:
         if embedding != head:
             raise ValueError(

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
-from forebay.config import Config, stages_of
+from forebay.config import Config, stages_of, wrong_stage
 from forebay.errors import UsageError
 
 _V = ("zbv", "dualpipev")
@@ -197,12 +197,11 @@ def of_counts(counts: Sequence[float], n_layers: int, schedule: str, pp: int, ch
     stages = stages_of(schedule, pp, chunks)
     if len(counts) != stages:
         raise ValueError(f"the partition names {len(counts)} stages; {schedule} on {pp} ranks has {stages}")
-    for stage, count in enumerate(counts):
-        if count <= 0 or count * 2 % 1:
-            raise ValueError(
-                f"stage {stage} of the partition has {count} layers; valid are 0.5 and more, in steps of 0.5 (half a "
-                "layer is one of its sublayers)"
-            )
+    if (wrong := wrong_stage(counts)) is not None:
+        raise ValueError(
+            f"stage {wrong} of the partition has {counts[wrong]} layers; valid are 0.5 and more, in steps of 0.5 (half a layer "
+            "is one of its sublayers)"
+        )
     if sum(counts) != n_layers:
         raise ValueError(f"the partition has {sum(counts)} layers, but the model has {n_layers}")
     cuts = accumulate((round(2 * count) for count in counts), initial=0)

@@ -72,14 +72,13 @@ class PeerLinks:
 
     def __init__(self, rank: int, pairs: Sequence[tuple[int, int]], slots: int, boxes: Mailboxes):
         self._rank, self._slots, self._boxes = rank, slots, boxes
-        channels = channels_of(pairs)
         arriving, leaving = (Counter[int]() for _ in range(2))
         self._numbers: dict[Channel, tuple[int, int]] = {}  # of a channel among those of its target, and of its source
-        for channel in channels:
+        for channel in channels_of(pairs):
             self._numbers[channel] = arriving[channel.target], leaving[channel.source]
             arriving[channel.target] += 1
             leaving[channel.source] += 1
-        self._first_taken = slots * max(arriving.values(), default=0)  # words of `taken` come after those of `arrived`
+        self._first_taken, _ = slots_and_words(pairs, slots)  # words of `taken` come after those of `arrived`
         self._expected: dict[Message, tuple[int, Sequence[Tensor]]] = {}
         self._sent, self._received = (Counter[Channel]() for _ in range(2))  # in this step
         self._failed = False
@@ -131,7 +130,7 @@ class PeerLinks:
             raise RuntimeError("a step of this pipeline failed, and its ranks cannot go on: start the run again")
 
     def _words(self, channel: Channel, number: int) -> tuple[int, int]:
-        """Of a channel's message: the word `arrived`, which has the number of its slot, and the word `taken`."""
+        """The two words of the n-th message of a channel: `arrived`, whose number is also that of the slot, and `taken`."""
         at_target, at_source = self._numbers[channel]
         slot = number % self._slots
         return at_target * self._slots + slot, self._first_taken + at_source * self._slots + slot
@@ -215,9 +214,10 @@ class PeerMailboxes:
     def __init__(self, group: dist.ProcessGroup, slots: int, words: int, slot_bytes: int, device: torch.device):
         import torch.distributed._symmetric_memory as symmetric
 
-        self._stream_words = StreamWords.of_driver()
-        if self._stream_words is None:
+        stream_words = StreamWords.of_driver()
+        if stream_words is None:
             raise RuntimeError("CUDA's driver has no operations on words of memory (cuStreamWaitValue32)")
+        self._stream_words = stream_words
         self._device, self._slot_bytes, self._first = device, slot_bytes, _lines(4 * words)
         self._group: Any = group
         self._base: Any = symmetric.empty(self._first + slots * slot_bytes, dtype=torch.uint8, device=device)
@@ -232,10 +232,9 @@ class PeerMailboxes:
             raise ValueError(f"a packet of {packet_bytes(packet)} bytes does not fit a slot of {self._slot_bytes}")
         at = self._first + slot * self._slot_bytes
         for tensor in packet:
-            size = tensor.numel() * tensor.element_size()
-            there = self._shared.get_buffer(rank, (size,), torch.uint8, at)
+            there = self._shared.get_buffer(rank, (tensor.nbytes,), torch.uint8, at)
             there.copy_(_bytes_of(tensor.contiguous()))
-            at += _lines(size)
+            at += _lines(tensor.nbytes)
 
     def take(self, slot: int, like: Sequence[Tensor]) -> Packet:
         at = self._first + slot * self._slot_bytes
@@ -250,7 +249,6 @@ class PeerMailboxes:
         self._write(self._shared.buffer_ptrs[rank], word, 1)
 
     def wait(self, word: int) -> None:
-        assert self._stream_words is not None
         self._stream_words.wait(torch.cuda.current_stream(self._device), self._base.data_ptr() + 4 * word)
         self._write(self._base.data_ptr(), word, 0)
 
@@ -278,13 +276,12 @@ class PeerMailboxes:
         self._base = self._words = self._shared = None
 
     def _write(self, base: int, word: int, value: int) -> None:
-        assert self._stream_words is not None
         self._stream_words.write(torch.cuda.current_stream(self._device), base + 4 * word, value)
 
 
 def packet_bytes(like: Sequence[Tensor]) -> int:
     """Bytes of a slot for packets of these shapes and dtypes."""
-    return sum(_lines(t.numel() * t.element_size()) for t in like)
+    return sum(_lines(t.nbytes) for t in like)
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

@@ -354,8 +354,8 @@ class PipelinedGradients(GradientEngine):
     def _links_of(self, plan: PipelinePlan, group: ProcessGroup) -> Links:
         """Copies into each other's memory where the GPUs of all pipelines can, unless the configuration says NCCL."""
         config, mesh, pairs = self._parts.config, self._parts.mesh, neighbors(plan.ranks)
-        asked = mesh.device.type == "cuda" and config.parallel.dispatch in ("auto", "symmetric")
-        # The second question is collective in a pipeline, the third over all processes.
+        asked = mesh.device.type == "cuda" and config.parallel.may_share
+        # Collective, so asked on all ranks before anything that can differ between them.
         if asked and mesh.all(peers_are_reachable(group) and StreamWords.of_driver() is not None):
             slots = slots_of(plan)
             size = self._packet_bytes(config.microbatch(mesh.batch.size) * config.train.sequence)

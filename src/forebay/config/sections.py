@@ -372,6 +372,12 @@ class Config:
         return self.has_engine or self.parallel.ep > 1
 
     @property
+    def recompute(self) -> str:
+        """The mode of `memory.recompute` that a run follows: without a dispatcher, "save-dispatch" has nothing to keep."""
+        mode = self.memory.recompute
+        return "full" if mode == "save-dispatch" and not self.cuts_at_dispatch else mode
+
+    @property
     def empties_cache(self) -> bool:
         """Whether the trainer empties the GPU's cache after its first step, which compiles.
 

@@ -437,7 +437,7 @@ def _estimator(
     if auto is None:
         claims = _claims(c, facts)
         _refuse_stash(claims, c, facts, traces.model(c.model, declared))
-        mode = c.memory.recompute if c.model.experts == "forebay" else "full"
+        mode = c.recompute if c.model.experts == "forebay" else "full"
         placements, light, whole = _placements(claims, facts.sublayers, mode, notes)
     shape = shape_of(c, declared, sharing, skew)
     trace = traces.trace(c.model, declared, shape).recompute_experts(light)

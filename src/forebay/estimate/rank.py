@@ -159,7 +159,7 @@ class RunEstimator:
     def _chosen(self, number: int, stages: Mapping[int, StageLayers]) -> RankEstimate:
         """The cheapest estimate within the limit, or the nearest to it. The trainer's own choice limits bytes in use only."""
         memory = self.config.memory
-        options = rank_options(self.trace, stages, self._allowed(), self.machine, self.prefix, memory.recompute)
+        options = rank_options(self.trace, stages, self._allowed(), self.machine, self.prefix, self.config.recompute)
         times = {path: self.machine.seconds(part) for path, part, _ in self._parts(stages)}
         waits = self.auto is None or memory.offload == "all"
         known: dict[frozenset[tuple[str, str]], RankEstimate] = {}  # a walk takes most of the time
@@ -183,7 +183,7 @@ class RunEstimator:
 
     def _estimate(self, number: int, stages: Mapping[int, StageLayers], placements: Mapping[str, str]) -> RankEstimate:
         run = self._run(number, stages, placements)
-        walked, recompute = walk(run), self.config.memory.recompute
+        walked, recompute = walk(run), self.config.recompute
         carried = {
             part.path: offloaded_bytes(walked.plan, part, run.hidden, run.least, run.engine)
             for part in chain.from_iterable(run.stages.values())
@@ -236,7 +236,7 @@ class RunEstimator:
         )
 
     def _placed(self, stages: Mapping[int, StageLayers], placements: Mapping[str, str]) -> dict[int, list[Part]]:
-        mode = self.config.memory.recompute
+        mode = self.config.recompute
         return {
             n: placed_parts(self.trace, stage, placements, prefix=self.prefix, recompute=mode)
             for n, stage in stages.items()

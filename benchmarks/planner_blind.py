@@ -415,7 +415,7 @@ def kind_of(entry: Entry) -> str:
     """Errors are averaged over it. `entry`: as planned."""
     is_captured = bool(entry.sections["memory"].get("graph"))
     if entry.gpus == 1:
-        return "1 GPU, graph" if is_captured else band_of(entry)
+        return band_of(entry)
     parallel = entry.sections["parallel"]
     mesh = "PP" if "pp" in parallel else "EP" if "ep" in parallel else "FSDP2"
     return f"2 GPUs, {mesh}" + ", graph" * is_captured
@@ -427,6 +427,8 @@ def band_of(entry: Entry) -> str:
         return "several GPUs"
     memory = entry.sections["memory"]
     policy = memory["policy"]
+    if memory.get("graph"):
+        return "1 GPU, graph"
     if {"offload", "auto"} & ({policy} if isinstance(policy, str) else set(policy.values())):
         return "1 GPU, offload or auto"
     return "1 GPU, compiled" if memory["compile"] else "1 GPU, eager"
@@ -544,7 +546,8 @@ def misfits(entries: dict[str, Entry], plans: dict[str, dict[str, Any]], rows: S
     """Runs that took more than the smallest budget that their plan is said to fit, or than the GPU had."""
     found = []
     for row in rows:
-        plan, error = plans[row["name"]], error_of(entries[row["name"]])
+        plan = plans[row["name"]]
+        error = error_of(entries[row["name"]], plan)
         if row.get("oom"):
             found.append(f"{row['name']} is planned to reserve {plan['reserved'] / GIB:.2f} GiB: out of memory")
         if not on_gpus(row):

@@ -132,7 +132,8 @@ class RunEstimator:
     def error(self, placements: Mapping[str, str]) -> float:
         """The share for the plan's own error; see `forebay.estimate.fit`."""
         policy = {"auto"} if self.config.memory.policy == "auto" else set()
-        return planning_error(self.sharing.world, self.config.memory.compile, {*placements.values(), *policy})
+        compiled, placed = self.config.memory.compile, {*placements.values(), *policy}
+        return planning_error(self.sharing.world, compiled, placed, self.captured)
 
     @property
     def chooses(self) -> bool:

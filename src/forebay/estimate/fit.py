@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 SEVERAL_GPUS_ERROR = 0.05
 """Share of a planned total by which a run on several GPUs may take more or less: of the 20 runs of benchmarks/results/planner.md
-on 2 or 4, none reserved over 3.0 % more, and of the 64 of the blind draws, one, 4.2 %. All shares cover what every run of
+on 2 or 4, none reserved over 3.0 % more, and of the 62 of the blind draws, one, 4.2 %. All shares cover what every run of
 the 16 blind draws reserved, as planned before it ran. One took more of its GPU outside of torch's allocator (run 11 of draw 9,
 0.8 % above the budget that its plan was said to fit), for communicators, which are smaller since (`forebay.communicators`)."""
 CAPTURED_ERROR = 0.06

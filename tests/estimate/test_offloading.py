@@ -14,9 +14,10 @@ from forebay.estimate.layers import plan_layers
 from forebay.estimate.offloading import Link, offloadable, offloaded_bytes
 from forebay.estimate.parts import Part
 from forebay.estimate.plan import fit_run
+from forebay.estimate.rank_run import RankRun, Walked
 from forebay.estimate.state import Sharing
 from forebay.estimate.types import PartEvents
-from forebay.estimate.walk import RankRun, Walked, walk
+from forebay.estimate.walk import walk
 from forebay.memory.timeline import Plan, Timeline
 from forebay.pipeline.schedule import Action, local_plan, make_plan
 from forebay.train.trainer import Trainer

@@ -13,8 +13,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from forebay.estimate.op_recorder import OpRecorder
+from forebay.estimate.planned_dispatch import PlannedDispatcher
 from forebay.estimate.routing import EvenRouting
-from forebay.estimate.trace import PlannedDispatcher, trace_model
+from forebay.estimate.trace import trace_model
 from forebay.estimate.types import ModelTrace, OpCost, Shape
 from forebay.kernels.cross_entropy import scale
 from forebay.models.linear_cross_entropy import linear_cross_entropy

@@ -28,9 +28,9 @@ from forebay.estimate.placement import (
     sentences,
 )
 from forebay.estimate.plan import fit_run
+from forebay.estimate.rank_run import StepLevel
 from forebay.estimate.trace_cache import TraceCache
 from forebay.estimate.types import LayerTrace, ModelTrace, OpCost, PartTrace, StageLayers
-from forebay.estimate.walk import StepLevel
 from forebay.pipeline.partition import StageLayer
 
 FAST = 1e30  # a link that carries everything at once

@@ -468,7 +468,7 @@ def _window_pairs(q: Tensor, window: int | None) -> int:
 def _window_attention(
     tally: Tally, q: Tensor, k: Tensor, v: Tensor, *_: Any, window_size_left: int | None = None, **__: Any
 ) -> list[OpCost]:
-    """`forebay.models.sinks` on a GPU; see `forebay.estimate.trace`."""
+    """`forebay.models.sinks` on a GPU; see `forebay.estimate.fake_model`."""
     flops = 4 * _window_pairs(q, window_size_left) * q.shape[-1]
     return [OpCost("attention", flops, 2 * _bytes(q) + _bytes(k) + _bytes(v))]
 

@@ -14,8 +14,8 @@ from itertools import product
 from math import prod
 from typing import Any
 
+from forebay.estimate.rank_run import StepLevel
 from forebay.estimate.types import ModelTrace, PartTrace, StageLayers
-from forebay.estimate.walk import StepLevel
 from forebay.memory.solver import first_that_fits, front
 from forebay.memory.timeline import LIGHT_RECOMPUTE_SHARE
 from forebay.policy import PLACEMENTS, format_bytes

@@ -26,12 +26,12 @@ from forebay.estimate.layers import SAME_HOST, LayerPlan, fast_path_of, shape_of
 from forebay.estimate.placement import Choice, Option, by_kind, sentences
 from forebay.estimate.processes import forked_map
 from forebay.estimate.rank import RankEstimate, RunEstimator, StepTimer
+from forebay.estimate.rank_run import StepLevel
 from forebay.estimate.routing import EvenRouting
 from forebay.estimate.state import Sharing, all_to_all_bytes, symmetric_bytes
 from forebay.estimate.step_time import StepTime
 from forebay.estimate.trace_cache import ModelFacts, TraceCache
 from forebay.estimate.types import Shape
-from forebay.estimate.walk import StepLevel
 from forebay.models.catalog import PUBLISHED, find
 from forebay.models.placements import split_stash
 from forebay.policy import PLACEMENTS, Claim, PolicyError, format_bytes, is_inside, refuse_containers, resolve

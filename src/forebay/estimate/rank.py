@@ -30,6 +30,7 @@ from forebay.estimate.placement import (
     parts_of,
     rank_options,
 )
+from forebay.estimate.rank_run import RankRun, StepLevel, Walked
 from forebay.estimate.state import Sharing, WeightShapes, outside_bytes
 from forebay.estimate.step_time import (
     Elements,
@@ -40,7 +41,7 @@ from forebay.estimate.step_time import (
     schedule_time,
 )
 from forebay.estimate.types import ModelTrace, OpCost, PartTrace, StageLayers
-from forebay.estimate.walk import RankRun, StepLevel, Walked, shortened, walk
+from forebay.estimate.walk import shortened, walk
 from forebay.kernels.token_rows import workspace_bytes
 from forebay.pipeline.model import adds_at_once
 from forebay.pipeline.partition import StageLayer, held_by

@@ -1,7 +1,7 @@
 """Plain data of the estimator: what a trace is asked (`Shape`), what it answers (`ModelTrace`), and allocation events.
 
 `forebay.estimate.op_recorder` writes a `Log` of operations on fake tensors, `forebay.estimate.events` turns it into
-`PartEvents`, and `forebay.estimate.trace` collects them. Nothing is run or kept here.
+`PartEvents`, and `forebay.estimate.trace_run` collects them. Nothing is run or kept here.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class Shape:
         experts: "forebay" or "transformers".
         loss: "fused" or "transformers".
         stages: MoE sublayers are split at the token dispatcher (expert parallelism, pipelines, overlap).
-        ep, skew, capacity_factor: see `forebay.estimate.trace.PlannedDispatcher`.
+        ep, skew, capacity_factor: see `forebay.estimate.planned_dispatch.PlannedDispatcher`.
         compiled: sublayers are compiled (`memory.compile`).
         balance: the load-balancing loss has a weight, so its graph is saved.
         block: bytes to which the allocator rounds; 1 on a CPU.

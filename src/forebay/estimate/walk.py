@@ -7,165 +7,23 @@ symmetric memory and the CUDA context are not the allocator's: see `forebay.esti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
-from types import MappingProxyType
-from typing import Any
+from collections.abc import Sequence
 
-from forebay.estimate.allocator import (
-    ACTIVATIONS,
-    GRADIENTS,
-    OPTIMIZER,
-    ROLES,
-    TRANSIENT,
-    Block,
-    CachingAllocator,
-)
-from forebay.estimate.fsdp import (
-    DEFAULT,
-    FsdpLifecycle,
-    ParamGroup,
-    ParamLifecycle,
-    PersistentState,
-    PlainLifecycle,
-    UnshardedLifecycle,
-)
-from forebay.estimate.offloading import MEASURED_STEPS, Link, OffloadManager, PartRun
-from forebay.estimate.parts import Part
-from forebay.estimate.state import Sharing
-from forebay.estimate.types import (
-    ALL_TO_ALL_BEGIN,
-    ALL_TO_ALL_END,
-    EXPERTS_BEGIN,
-    EXPERTS_END,
-    FINAL_NORM_END,
-    GPU_BLOCK,
-    MATMUL,
-    PAGE,
-    PAGES,
-    AllocEvent,
-)
-from forebay.memory.timeline import Plan
-from forebay.pipeline.schedule import Action, turns
+from forebay.estimate.allocator import ACTIVATIONS, OPTIMIZER
+from forebay.estimate.fsdp import DEFAULT, UnshardedLifecycle
+from forebay.estimate.offloading import MEASURED_STEPS
+from forebay.estimate.rank_run import RankRun, Walked
+from forebay.estimate.run_memory import RunMemory
+from forebay.estimate.types import PAGE
+from forebay.estimate.walk_step import StepWalk
+from forebay.pipeline.schedule import Action
 
-WORKSPACE = 32 << 20
-"""Bytes of cuBLAS's workspace on Hopper for each handle and stream (`CUBLAS_WORKSPACE_CONFIG`, torch's notes on CUDA): one of the
-thread that runs forward, one of autograd's."""
 STEPS = 3
 """Steps to play. The second has the optimizer's moments beside it; the third may find the second's segments cut differently:
 GPT-OSS on two H200s reserved 4.3 GiB more in its third step, as it does here. A fourth never needed more."""
 _MARGIN = 64  # the arena of `forebay.memory.page_store` has one page more for each so many
-_TRANSFERS = "transfers"
-NOTHING: Mapping[str, Any] = MappingProxyType({})
 # Microbatches to walk without a pipeline: the first begins the gradients, the second finds them, the third repeats.
 _MICROBATCHES = 3
-
-
-@dataclass(frozen=True)
-class RankRun:
-    """A run on one rank.
-
-    Attributes:
-        stages: by number, parts in forward order.
-        actions: of a step; a pipeline's receives too.
-        summed: if the engine sums the vocabulary's gradients itself: bytes that it takes for a moment to add a microbatch's
-            gradients of embedded tokens; else 0.
-        hidden: bytes of a microbatch's hidden states.
-        graph: steps are to be captured in a CUDA graph.
-        fails: the capture fails: all steps are called.
-        empties: the first step compiles, after which the trainer empties the cache.
-        at_once: the engine adds the embedding's gradients as they are made.
-        tied: embedding and head are one parameter.
-        least: bytes below which nothing is offloaded.
-        link: over which the manager plans to offload; None offloads all of a sublayer, with two in transfer.
-        measured: the stages while `policy = "auto"` measures and has not chosen their placements.
-    """
-
-    groups: Sequence[ParamGroup]
-    sharing: Sharing
-    stages: Mapping[int, Sequence[Part]]
-    actions: Sequence[Action]
-    summed: int
-    hidden: int
-    graph: bool = False
-    fails: bool = False
-    empties: bool = False
-    at_once: bool = False
-    tied: bool = False
-    least: int = 1 << 20
-    link: Link | None = None
-    measured: Mapping[int, Sequence[Part]] | None = None
-
-    @property
-    def kept(self) -> int:
-        """The most bytes of what parts that are kept hold between actions; see `Part.kept`."""
-        # An engine's head runs its backward at once.
-        ends = ("head",) if self.engine else ()
-        kept = {n: sum(part.kept for part in parts if part.path not in ends) for n, parts in self.stages.items()}
-        now = most = 0
-        for action in self.actions:
-            for one in action.parts or (action,):
-                now += kept.get(one.stage, 0) * {"F": 1, "B": -1, "I": -1}.get(one.kind, 0)
-            most = max(most, now)
-        return most
-
-    @property
-    def engine(self) -> bool:
-        """An engine runs the stages: the token dispatcher has a stream of its own."""
-        return self.sharing.gathered
-
-    @property
-    def interleaves(self) -> bool:
-        """Some forward begins while another one waits for its backward. A manager's step is then the whole step; else it is a
-        microbatch, as without a pipeline, and on the last rank of 1F1B."""
-        waiting = 0
-        for action in self.actions:
-            for one in action.parts or (action,):
-                if one.kind == "F" and waiting:
-                    return True
-                waiting += {"F": 1, "B": -1, "I": -1}.get(one.kind, 0)
-        return False
-
-
-@dataclass(frozen=True)
-class StepLevel:
-    """Bytes in use at the highest point while a part runs.
-
-    Attributes:
-        action: of the schedule, such as "F0"; "" outside of them.
-        where: the part or parts that run.
-        by_role: bytes by `forebay.estimate.allocator.ROLES`.
-        live: sublayer to the number of microbatches whose saved tensors it has when the part begins.
-    """
-
-    action: str
-    where: str
-    by_role: tuple[int, ...]
-    live: Mapping[str, int] = field(default_factory=dict)
-
-    @property
-    def allocated(self) -> int:
-        return sum(self.by_role)
-
-
-@dataclass(frozen=True)
-class Walked:
-    """The result of a walk.
-
-    Attributes:
-        reserved: peak bytes of segments.
-        peak: the highest level of all steps.
-        levels: of the last step, in order; `peak` comes first if it is higher than all of them.
-        before: bytes in use before a forward, as a manager measures them in its second step, with all moments.
-        plan: what the manager offloads, and when.
-    """
-
-    reserved: int
-    peak: StepLevel
-    levels: tuple[StepLevel, ...]
-    before: int
-    plan: Plan | None = None
 
 
 def walk(run: RankRun, steps: int | None = None) -> Walked:
@@ -186,35 +44,17 @@ def _measured(run: RankRun) -> int:
     return MEASURED_STEPS if run.interleaves else MEASURED_STEPS // max(1, microbatches)
 
 
-class AllocatorRun:
-    """A run so far, with what its steps share: `allocator`, compute `stream`, `params`, `manager`, the `arena` of pages, and
-    an engine's `tables`."""
-
-    def __init__(self, run: RankRun):
-        self.allocator = CachingAllocator(GPU_BLOCK if run.sharing.gpu else 1)
-        self._run = run
-        # A CUDA graph step has a stream of its own, from the first step on.
-        self.stream = "graph" if run.graph else DEFAULT
-        self._weights = PersistentState(self.allocator, run.groups, run.sharing)
-        self.params = self._lifecycle(run)
-        self._workspaces: list[Block] = []
-        self.arena: Block | None = None
-        self.tables: Block | None = None
-        self.manager = OffloadManager(
-            self.allocator, self.stream, run.link, run.hidden, run.least, run.engine, run.measured is not None
-        )
-        self.peak = StepLevel("", "", (0,) * len(ROLES))
-        self._levels: list[StepLevel] = []
-        self.note("", "initialization")
+class AllocatorRun(RunMemory):
+    """A run so far, which plays whole steps."""
 
     def steps(self, number: int) -> Walked:
         """Play whole steps with their optimizer's. A CUDA graph step is captured after them. A replay takes no more memory,
         but the gathering before it does, from the graph's pool."""
         captured = self._run.graph and not self._run.fails
         for n in range(number + captured):
-            self._levels = []
+            self.levels = []
             self.gradients(captured=n == number)
-            self._weights.optimize(self.params.is_late)
+            self.weights.optimize(self.params.is_late)
             self.note("", "optimizer")
             self.params.zero_grad()
             if self._run.empties and n == 0:
@@ -224,18 +64,11 @@ class AllocatorRun:
             self.params.gather()
             self.allocator.end_graph()
             self.note("", "gathering of parameters")
-        levels = self._levels
+        levels = self.levels
         if all(level.allocated < self.peak.allocated for level in levels):
             levels = [self.peak, *levels]
         before = self.manager.before + self.allocator.by_role[OPTIMIZER]
         return Walked(self.allocator.peak_reserved, self.peak, tuple(levels), before, self.manager.plan)
-
-    def note(self, action: str, where: str, live: Mapping[str, int] = NOTHING) -> None:
-        """Record the highest level since the last call."""
-        level = StepLevel(action, where, tuple(self.allocator.take_peak()), dict(live))
-        self._levels.append(level)
-        if level.allocated > self.peak.allocated:
-            self.peak = level
 
     def gradients(self, captured: bool = False) -> None:
         """Play all forwards and backwards of a step. A captured one allocates from a pool of its own, beside what the steps
@@ -245,10 +78,10 @@ class AllocatorRun:
         if unsharded:
             unsharded.gather()
         if captured:
-            self._release_cache()
+            self.release_cache()
             allocator.begin_graph()
         self.note("", "gathering of parameters")
-        step = _StepRun(self, self._run)
+        step = StepWalk(self, self._run)
         params.begin_step()
         step.run()
         params.end_step()
@@ -264,33 +97,6 @@ class AllocatorRun:
         self.note("", "reduction")
         self._settle_arena(step.most_stashed)
 
-    def _lifecycle(self, run: RankRun) -> ParamLifecycle:
-        if not run.sharing.sharded:
-            return PlainLifecycle(self.allocator)
-        if run.engine:
-            return UnshardedLifecycle(
-                self.allocator,
-                run.groups,
-                run.sharing,
-                self.stream,
-                late=run.summed > 0 and not run.at_once,
-                keep=run.graph,
-                tied=run.summed > 0 and run.tied,
-            )
-        return FsdpLifecycle(self.allocator, run.groups, run.sharing, self.stream)
-
-    def workspace(self, number: int) -> None:
-        """Allocate cuBLAS's workspace of a thread if it is not there."""
-        if self._run.sharing.gpu and number >= len(self._workspaces):
-            self._workspaces.append(self.allocator.malloc(WORKSPACE, self.stream))
-
-    def _release_cache(self) -> None:
-        """Before a capture, and as a graph is released: cuBLAS's workspaces are made anew, in the graph's pool or outside."""
-        for block in self._workspaces:
-            self.allocator.free(block)
-        self._workspaces = []
-        self.allocator.empty_cache()
-
     def _settle_arena(self, most: int) -> None:
         """The first step sizes the arena of pages, with a margin, outside of the graph's stream. Resizing it releases the CUDA
         graph."""
@@ -298,438 +104,4 @@ class AllocatorRun:
             pages = most // PAGE
             self.arena = self.allocator.malloc((pages + -(-pages // _MARGIN)) * PAGE, DEFAULT, ACTIVATIONS)
             if self._run.graph:
-                self._release_cache()
-
-
-@dataclass
-class _DeferredGrads:
-    """The deferred weight gradients of a split backward: transient bytes of making each, and the tensors that they wait with."""
-
-    transient: tuple[int, ...]
-    sizes: tuple[int, ...]
-    blocks: list[Block] = field(default_factory=list)
-
-    @staticmethod
-    def of(part: Part, in_place: bool) -> _DeferredGrads:
-        """`in_place`: gradients are added to a sum as they are made, which needs rows of tokens only."""
-        sizes = part.expert_grads
-        transient = (part.trace.token_rows,) * len(sizes) if in_place else tuple(sizes.values())
-        return _DeferredGrads(transient, part.trace.deferred)
-
-
-class _StepRun:
-    """One step of a walk."""
-
-    def __init__(self, walk: AllocatorRun, run: RankRun):
-        self._walk, self._run, self._allocator = walk, run, walk.allocator
-        self._params, self._stream, self._manager = walk.params, walk.stream, walk.manager
-        self._transfer_stream = _TRANSFERS if run.engine else walk.stream
-        self._action = ""
-        self._running: dict[str, str] = {}  # "forward" or "backward" to the part that runs
-        self._live: dict[str, int] = {}  # see `StepLevel`
-        self._part_runs: dict[tuple[int, int], list[PartRun]] = {}
-        self._arrived: dict[tuple[str, int, int], Block] = {}
-        self._sent: list[Block] = []
-        self._token_grads: list[Block] = []
-        self._deferred: dict[tuple[int, int], list[_DeferredGrads]] = {}
-        self._paged = walk.arena is not None
-        self.most_stashed = self._stashed = 0
-        self._last = max((a.microbatch for action in run.actions for a in (action.parts or (action,))), default=0)
-
-    def run(self) -> None:
-        if self._run.interleaves:
-            self._manager.begin_step()
-        for action in self._run.actions:
-            self._action = str(action)
-            match action.kind:
-                case "OVERLAP_F_B":
-                    self._overlap_fwd_bwd(*action.parts)
-                case "F":
-                    _drain(self._forward(action.stage, action.microbatch))
-                case "B" | "I":
-                    _drain(self._backward(action.stage, action.microbatch, action.kind == "I"))
-                case "W":
-                    for deferred in self._deferred.pop((action.stage, action.microbatch), ()):
-                        for size in deferred.transient:
-                            self._allocator.free(self._malloc(size))
-                        self._free_all(deferred.blocks)
-                    self._walk.note(self._action, "weight gradients")
-                case "RECV_F" | "RECV_B" if not self._run.sharing.slot_bytes:
-                    self._arrived[action.kind[-1], action.stage, action.microbatch] = self._malloc(self._run.hidden)
-
-    def end(self) -> list[Block]:
-        """Free what was sent. The gradients of embedded tokens remain."""
-        self._free_all(self._sent)
-        return self._token_grads
-
-    def _overlap_fwd_bwd(self, forward: Action, backward: Action) -> None:
-        """The order of `forebay.pipeline`: the backward's first transfer starts before the forward computes. In a
-        pipeline the head counts as a computation too, and the forward finishes one computation later; else it finishes
-        last."""
-        f = self._forward(forward.stage, forward.microbatch)
-        b = self._backward(backward.stage, backward.microbatch, False)
-        stages, pipeline = self._run.stages, self._run.sharing.pp > 1
-        f_layers, b_layers = _have_experts(stages[forward.stage]), _have_experts(stages[backward.stage])[::-1]
-        if pipeline and stages[forward.stage][-1].path == "head":
-            f_layers.append(False)
-        order = list(turns(f_layers, b_layers))
-        if pipeline:
-            order.insert(len(order) - order[::-1].index("F"), "F")
-        for turn in ["B", *order]:
-            next(f if turn == "F" else b, None)
-        for rest in (f, b) if pipeline else (b, f):
-            _drain(rest)
-
-    # --- forward --------------------------------------------------------------------------------------------------
-
-    def _forward(self, stage: int, microbatch: int) -> Iterator[None]:
-        """Yields after each of an engine's computations."""
-        runs: list[PartRun] = []
-        self._part_runs[stage, microbatch] = runs
-        if not self._run.interleaves:
-            self._begin_managed_step()
-        measured = self._run.measured if self._manager.measures else None
-        parts, engine = (measured or self._run.stages)[stage], self._run.engine
-        x = self._arrived.pop(("F", stage, microbatch), None)
-        if engine and parts[-1].path == "head":
-            parts = parts[:-1]  # `_hand_on` runs it
-        layer_inputs: list[Block] = []  # a layer's caller holds its input until it returns
-        model_inputs: list[Block] = []  # the base model's frame holds the first layer's until all layers have run
-        for nth, part in enumerate(parts):
-            if x is None and part.path != "embedding":
-                x = self._malloc(self._run.hidden)
-            run = self._begin_part(part, x, model_inputs)
-            runs.append(run)
-            if part.path == "head" and x is not None and not part.events.saves_x:
-                model_inputs.append(x)
-                run.x = x = None
-            output = yield from self._part_forward(run, model_inputs)
-            if x is not None and not self._keeps_input(part):
-                run.x = None
-                first = nth == 1 and parts[0].path == "embedding" and not engine
-                self._release_input(part, x, model_inputs if first else layer_inputs)
-            if part.balance:
-                run.balance = self._malloc(part.balance, ACTIVATIONS)
-            self._params.leave(part.place, part.mlp, False, microbatch == self._last)
-            self._end_part("forward")
-            if part.alone or not part.path.endswith(".self_attn"):
-                self._free_all(layer_inputs)
-            x = output
-            if self._yields_after(part):
-                yield  # after a dense layer
-        self._free_all(model_inputs)
-        assert x is not None
-        self._hand_on(stage, microbatch, x)
-
-    def _begin_managed_step(self) -> None:
-        measured = self._manager.measures
-        self._manager.begin_step()
-        if measured and not self._manager.measures and self._run.sharing.world == 1:
-            self._allocator.empty_cache()  # before plans are tried; several processes try none
-
-    @staticmethod
-    def _keeps_input(part: Part) -> bool:
-        return (part.events.saves_x or part.placement == "recompute") and not part.with_previous
-
-    def _end_part(self, way: str) -> None:
-        running = [f"{self._running[w]} {w}" for w in ("forward", "backward") if w in self._running]
-        self._walk.note(self._action, " and ".join(running), self._live)
-        path = self._running.pop(way)
-        self._live[path] = self._live.get(path, 0) + (1 if way == "forward" else -1)
-
-    def _release_input(self, part: Part, x: Block, callers: list[Block]) -> None:
-        if part.path.endswith(".self_attn"):
-            callers.append(x)
-        else:
-            self._allocator.free(x)
-
-    def _part_forward(self, run: PartRun, model_inputs: list[Block]) -> Generator[None, None, Block]:
-        events = run.part.events
-        on_mark = {FINAL_NORM_END: partial(self._free_all, model_inputs), PAGES: partial(self._take_pages, run)}
-        played = events.forward_no_grad if run.part.placement == "recompute" else events.forward
-        yield from self._play(run.blocks, played, run.part, on_mark=on_mark, stop=EXPERTS_BEGIN)
-        output = run.blocks.pop(events.output)
-        self._place_saved(run)
-        return output
-
-    def _begin_part(self, part: Part, x: Block | None, model_inputs: list[Block]) -> PartRun:
-        # An engine's model makes what its layers share once, from hidden states of its own (`forebay.pipeline.model`).
-        alone = [self._malloc(size) for size in (self._run.hidden, part.unused) if size and self._makes_tables(part)]
-        shared = self._shared(part, model_inputs)
-        if part.path != "embedding":
-            self._walk.workspace(0)  # rotary tables, which come before the layers, are matrix products
-        if alone:
-            self._run_last_norm()
-            self._free(alone)
-        self._running["forward"] = part.path
-        self._params.enter(part.place, part.mlp, False)
-        run = PartRun(part, {}, x, shared=shared)
-        self._manager.begin_forward(run)
-        return run
-
-    def _shared(self, part: Part, model_inputs: list[Block]) -> Block | None:
-        """Masks and tables that layers share; None if this forward makes none. An engine keeps those of its first one.
-        Otherwise the base model's frame holds those that are not saved."""
-        if self._makes_tables(part):
-            for size in part.given:
-                self._malloc(size, ACTIVATIONS)
-            self._walk.tables = self._malloc(part.shared, ACTIVATIONS)
-        if not part.shared or self._run.engine:
-            return None
-        model_inputs += [self._malloc(size) for size in (part.unused, *part.given) if size]
-        return self._malloc(part.shared, ACTIVATIONS)
-
-    def _run_last_norm(self) -> None:
-        """The base model's norm, of hidden states that nothing reads."""
-        head = next((parts[-1] for parts in self._run.stages.values() if parts[-1].path == "head"), None)
-        events = (head.events.forward_no_grad or head.events.forward) if head is not None else ()
-        blocks: dict[int, Block] = {}
-        if head is not None and (-1, FINAL_NORM_END) in events:
-            _drain(self._play(blocks, events[: events.index((-1, FINAL_NORM_END))], head))
-        self._free(blocks.values())
-
-    def _makes_tables(self, part: Part) -> bool:
-        return part.shared > 0 and self._run.engine and self._walk.tables is None
-
-    def _hand_on(self, stage: int, microbatch: int, x: Block) -> None:
-        """The output of a stage's forward: the next stage's input, or the loss and its gradient."""
-        head = self._run.stages[stage][-1]
-        if not self._run.engine:
-            self._arrived["B", stage, microbatch] = x
-        elif head.path == "head":
-            self._arrived["B", stage, microbatch] = self._loss(head, x)
-        else:
-            self._send("F", stage + 1, microbatch, x)
-
-    def _place_saved(self, run: PartRun) -> None:
-        part, blocks = run.part, run.blocks
-        if part.placement == "recompute":
-            self._free(blocks.values())
-            blocks.clear()
-        elif part.stashed_x:
-            self._allocator.free(blocks.pop(part.stashed_x[0]))
-        held = [*blocks.values(), *([run.x] if run.x is not None and self._keeps_input(part) else [])]
-        for block in held:
-            self._allocator.set_role(block, ACTIVATIONS)
-        self._manager.end_forward(run)
-
-    # --- backward -------------------------------------------------------------------------------------------------
-
-    def _backward(self, stage: int, microbatch: int, split: bool) -> Iterator[None]:
-        """Yields after each of an engine's computations."""
-        runs = self._part_runs.pop((stage, microbatch))
-        dy = self._arrived.pop(("B", stage, microbatch), None)
-        if dy is None:
-            dy = self._malloc(self._run.hidden)
-        waiting: list[_DeferredGrads] = []
-        while runs:
-            run = runs.pop()
-            part = run.part
-            self._running["backward"] = part.path
-            self._manager.begin_backward(run, runs[-1] if runs else None)
-            if part.path == "embedding" and self._run.summed:
-                self._sum_token_grads(run, dy)
-                self._end_part("backward")
-                break
-            if self._yields_after(part):
-                yield  # before it gathers: other microbatches compute meanwhile
-            self._params.enter(part.place, part.mlp, True)
-            if part.with_previous:
-                run.x = yield from self._recompute(runs[-1])
-            deferred = (
-                _DeferredGrads.of(part, self._run.sharing.adds_in_place) if split and part.trace.deferred else None
-            )
-            dx = yield from self._part_backward(run, dy, deferred is not None)
-            if deferred is not None:
-                deferred.blocks = [self._malloc(size, ACTIVATIONS) for size in deferred.sizes]
-                waiting.append(deferred)
-            self._params.leave(part.place, part.mlp, True, microbatch == self._last)
-            self._end_part("backward")
-            if dx is None:
-                break
-            dy = dx
-        else:
-            self._send("B", stage - 1, microbatch, dy)
-        if waiting:
-            self._deferred[stage, microbatch] = waiting
-
-    def _sum_token_grads(self, run: PartRun, dy: Block) -> None:
-        self._free(run.blocks.values())
-        if self._run.at_once:
-            self._free([self._malloc(self._run.summed), dy])
-        else:
-            self._token_grads.append(dy)
-            self._allocator.set_role(dy, GRADIENTS)
-
-    def _part_backward(self, run: PartRun, dy: Block, deferred: bool) -> Generator[None, None, Block | None]:
-        """The gradient of its input. `deferred`: without the experts' weight gradients."""
-        part, events, blocks = run.part, run.part.events, run.blocks
-        elsewhere = deferred or (self._run.sharing.adds_in_place and part.trace.deferred)
-        backward = part.without_expert_grads if elsewhere else events.backward
-        if part.placement == "recompute" and not blocks and events.second_run:
-            yield from self._play(blocks, events.second_run, part, thread=1)
-        elif part.placement == "recompute" and not blocks:
-            self._allocator.free((yield from self._recompute(run)))
-        blocks[events.gradient] = dy
-        if run.x is not None:
-            blocks[events.x] = run.x
-        on_mark = {ALL_TO_ALL_END: partial(self._release_pages, run), PAGES: partial(self._read_pages, run)}
-        yield from self._play(blocks, backward, part, frozenset(events.weight_grads), 1, on_mark, EXPERTS_END)
-        dx = blocks.pop(events.dx, None)
-        self._free(block for block in blocks.values() if block is not dx)
-        self._free(block for block in (run.balance, run.shared) if block is not None)
-        return dx
-
-    def _recompute(self, run: PartRun) -> Generator[None, None, Block]:
-        """Run a part's forward again; its output."""
-        yield from self._play(run.blocks, run.part.events.forward, run.part, thread=1)
-        return run.blocks.pop(run.part.events.output)
-
-    def _loss(self, head: Part, x: Block) -> Block:
-        """An engine's head, forward and backward at once: the gradient of its input."""
-        events = head.events
-        blocks: dict[int, Block] = {}
-        self._running["forward"] = head.path
-        self._manager.record("F", PartRun(head, blocks, None))
-        self._params.enter("head", False, True)
-        # The engine adds the head's weight gradient to a sum of its own.
-        elsewhere = events.head_sum if self._run.summed else frozenset()
-
-        def without_sums(given: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-            return [event for event in given if event[0] not in elsewhere]
-
-        _drain(self._play(blocks, without_sums(events.forward), head))
-        blocks[events.x] = x
-        _drain(self._play(blocks, without_sums(events.backward), head, frozenset(events.weight_grads), 1))
-        dx = blocks.pop(events.dx)
-        self._free(block for block in blocks.values() if block is not dx)
-        self._end_part("forward")
-        return dx
-
-    # --- pages ----------------------------------------------------------------------------------------------------
-
-    def _take_pages(self, run: PartRun) -> None:
-        """For x and h, before h is made. In the first step there is no arena: they have memory of their own."""
-        if not self._paged:
-            run.pages = self._malloc(run.part.pages, ACTIVATIONS)
-        self._stashed += run.part.pages
-        self.most_stashed = max(self.most_stashed, self._stashed)
-
-    def _read_pages(self, run: PartRun) -> None:
-        """x is copied out of the pages; kernels read h there."""
-        if run.part.stashed_x:
-            number, size = run.part.stashed_x
-            run.blocks[number] = self._malloc(size)
-
-    def _release_pages(self, run: PartRun) -> None:
-        """After the experts' weight gradients."""
-        if run.part.stashed_x:
-            self._stashed -= run.part.pages
-        if run.pages is not None:
-            self._allocator.free(run.pages)
-
-    # --- both -----------------------------------------------------------------------------------------------------
-
-    def _play(
-        self,
-        blocks: dict[int, Block],
-        events: Sequence[tuple[int, int]],
-        part: Part,
-        weight_grads: frozenset[int] = frozenset(),
-        thread: int = 0,
-        on_mark: Mapping[int, Callable[[], None]] = MappingProxyType({}),
-        stop: int = -1,
-    ) -> Iterator[None]:
-        """Play events on blocks; in an engine yields after each transfer.
-
-        Args:
-            thread: whose cuBLAS workspace is used; 1 is autograd's.
-            on_mark: called at marks; that of `ALL_TO_ALL_END` when the experts' weight gradients have been made.
-            stop: a mark where a computation of an engine's MoE layer ends if nothing is transferred. What the operation before it
-                read alone is freed first.
-        """
-        stops = self._stops(events, stop) if self._run.engine and not part.events.transferred else iter(())
-        due: tuple[None, ...] = ()
-        transfers, transferred = 0, part.events.transferred
-        malloc, free = self._allocator.malloc, self._allocator.free
-        for number, size in events:
-            if due and size:
-                yield from due
-                due = ()
-            if number >= 0 and size:
-                blocks[number] = malloc(size, self._transfer_stream if number in transferred else self._stream)
-            elif number >= 0:
-                block = blocks.pop(number, None)
-                if block is not None and not (
-                    number in weight_grads and self._params.keeps(part.place, part.events.weight_grads[number], block)
-                ):
-                    free(block)
-            elif size == stop:
-                due = next(stops, ())
-            elif size != ALL_TO_ALL_END:
-                self._mark(size, part, thread, transfers, on_mark)
-            else:
-                if self._run.engine:
-                    yield
-                if weight_grads and transfers:  # after the experts' backward
-                    if ALL_TO_ALL_END in on_mark:
-                        on_mark[ALL_TO_ALL_END]()
-                    if self._run.engine:
-                        yield
-                if not transfers:
-                    self._params.compute_experts(part.place, True)
-                transfers += 1
-        yield from due
-
-    def _mark(
-        self, mark: int, part: Part, thread: int, transfers: int, on_mark: Mapping[int, Callable[[], None]]
-    ) -> None:
-        if mark == MATMUL:
-            self._walk.workspace(thread)
-        elif mark in (FINAL_NORM_END, PAGES) and mark in on_mark:
-            on_mark[mark]()
-        elif mark == ALL_TO_ALL_BEGIN and transfers:
-            self._params.compute_experts(part.place, False)
-
-    @staticmethod
-    def _stops(events: Sequence[AllocEvent], stop: int) -> Iterator[tuple[None, ...]]:
-        """At each mark `stop`, how often to yield. A backward has two stops: after the experts' input gradients, and after their
-        weight gradients, even if there are none."""
-        marks = sum(event == (-1, stop) for event in events)
-        return iter([(None,)] * (marks - 1) + [(None,) * (1 + (stop == EXPERTS_END and marks == 1))])
-
-    def _yields_after(self, part: Part) -> bool:
-        """A dense layer is a single computation; `_play` yields inside of a MoE layer, and after its transfers."""
-        return self._run.engine and (part.mlp or part.alone) and not part.events.transferred
-
-    def _send(self, kind: str, stage: int, microbatch: int, block: Block) -> None:
-        """To a stage of this rank, or of another: the latter holds the block until the next is sent, if NCCL sends it."""
-        if stage in self._run.stages:
-            self._arrived[kind, stage, microbatch] = block
-            return
-        if self._run.sharing.slot_bytes:  # copied
-            self._allocator.free(block)
-            return
-        self._free(self._sent)
-        self._sent = [block]
-
-    def _malloc(self, size: int, role: int = TRANSIENT) -> Block:
-        return self._allocator.malloc(size, self._stream, role)
-
-    def _free_all(self, blocks: list[Block]) -> None:
-        self._free(blocks)
-        blocks.clear()
-
-    def _free(self, blocks: Any) -> None:
-        for block in list(blocks):
-            self._allocator.free(block)
-
-
-def _have_experts(parts: Sequence[Part]) -> list[bool]:
-    """For each layer, whether it runs by the stages of a MoE sublayer."""
-    return [part.staged for part in parts if part.mlp or part.alone]
-
-
-def _drain(steps: Iterator[None]) -> None:
-    for _ in steps:
-        pass
+                self.release_cache()

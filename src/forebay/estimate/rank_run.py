@@ -1,0 +1,119 @@
+"""A run on one rank, as the walk reads it, and what the walk finds: plain data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from forebay.estimate.fsdp import ParamGroup
+from forebay.estimate.offloading import Link
+from forebay.estimate.parts import Part
+from forebay.estimate.state import Sharing
+from forebay.memory.timeline import Plan
+from forebay.pipeline.schedule import Action
+
+
+@dataclass(frozen=True)
+class RankRun:
+    """A run on one rank.
+
+    Attributes:
+        stages: by number, parts in forward order.
+        actions: of a step; a pipeline's receives too.
+        summed: if the engine sums the vocabulary's gradients itself: bytes that it takes for a moment to add a microbatch's
+            gradients of embedded tokens; else 0.
+        hidden: bytes of a microbatch's hidden states.
+        graph: steps are to be captured in a CUDA graph.
+        fails: the capture fails: all steps are called.
+        empties: the first step compiles, after which the trainer empties the cache.
+        at_once: the engine adds the embedding's gradients as they are made.
+        tied: embedding and head are one parameter.
+        least: bytes below which nothing is offloaded.
+        link: over which the manager plans to offload; None offloads all of a sublayer, with two in transfer.
+        measured: the stages while `policy = "auto"` measures and has not chosen their placements.
+    """
+
+    groups: Sequence[ParamGroup]
+    sharing: Sharing
+    stages: Mapping[int, Sequence[Part]]
+    actions: Sequence[Action]
+    summed: int
+    hidden: int
+    graph: bool = False
+    fails: bool = False
+    empties: bool = False
+    at_once: bool = False
+    tied: bool = False
+    least: int = 1 << 20
+    link: Link | None = None
+    measured: Mapping[int, Sequence[Part]] | None = None
+
+    @property
+    def kept(self) -> int:
+        """The most bytes of what parts that are kept hold between actions; see `Part.kept`."""
+        # An engine's head runs its backward at once.
+        ends = ("head",) if self.engine else ()
+        kept = {n: sum(part.kept for part in parts if part.path not in ends) for n, parts in self.stages.items()}
+        now = most = 0
+        for action in self.actions:
+            for one in action.parts or (action,):
+                now += kept.get(one.stage, 0) * {"F": 1, "B": -1, "I": -1}.get(one.kind, 0)
+            most = max(most, now)
+        return most
+
+    @property
+    def engine(self) -> bool:
+        """An engine runs the stages: the token dispatcher has a stream of its own."""
+        return self.sharing.gathered
+
+    @property
+    def interleaves(self) -> bool:
+        """Some forward begins while another one waits for its backward. A manager's step is then the whole step; else it is a
+        microbatch, as without a pipeline, and on the last rank of 1F1B."""
+        waiting = 0
+        for action in self.actions:
+            for one in action.parts or (action,):
+                if one.kind == "F" and waiting:
+                    return True
+                waiting += {"F": 1, "B": -1, "I": -1}.get(one.kind, 0)
+        return False
+
+
+@dataclass(frozen=True)
+class StepLevel:
+    """Bytes in use at the highest point while a part runs.
+
+    Attributes:
+        action: of the schedule, such as "F0"; "" outside of them.
+        where: the part or parts that run.
+        by_role: bytes by `forebay.estimate.allocator.ROLES`.
+        live: sublayer to the number of microbatches whose saved tensors it has when the part begins.
+    """
+
+    action: str
+    where: str
+    by_role: tuple[int, ...]
+    live: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def allocated(self) -> int:
+        return sum(self.by_role)
+
+
+@dataclass(frozen=True)
+class Walked:
+    """The result of a walk.
+
+    Attributes:
+        reserved: peak bytes of segments.
+        peak: the highest level of all steps.
+        levels: of the last step, in order; `peak` comes first if it is higher than all of them.
+        before: bytes in use before a forward, as a manager measures them in its second step, with all moments.
+        plan: what the manager offloads, and when.
+    """
+
+    reserved: int
+    peak: StepLevel
+    levels: tuple[StepLevel, ...]
+    before: int
+    plan: Plan | None = None

@@ -174,3 +174,14 @@ def test_experts_that_are_recomputed_alone(tmp_path: Path, recompute: str) -> No
     kept, experts, sublayers = (fit.fullest.total for fit in fits)
     assert kept > experts >= sublayers and (experts > sublayers) == (recompute != "light")
     assert any("run again in backward; the rest" in note for note in fits[1].notes) == (recompute != "light")
+
+
+@pytest.mark.parametrize("ep", [1, 2])
+def test_save_dispatch_keeps_what_dispatch_returned(tmp_path: Path, ep: int) -> None:
+    """Where nothing is dispatched, it is "full"."""
+    light, full, save = (
+        fit_of(config(tmp_path, memory={"policy": "recompute", "recompute": mode}, parallel={"ep": ep}), ep).ranks[0]
+        for mode in ("light", "full", "save-dispatch")
+    )
+    assert full.activations < light.activations
+    assert save == (light if ep > 1 else full)  # "light" keeps more, and stands in for it

@@ -373,9 +373,9 @@ class Config:
 
     @property
     def recompute(self) -> str:
-        """The mode of `memory.recompute` that a run follows: without a dispatcher, "save-dispatch" has nothing to keep."""
+        """The mode of `memory.recompute` that sublayers follow. "save-dispatch" keeps nothing where nothing is dispatched."""
         mode = self.memory.recompute
-        return "full" if mode == "save-dispatch" and not self.cuts_at_dispatch else mode
+        return "full" if mode == "save-dispatch" and self.parallel.ep == 1 else mode
 
     @property
     def empties_cache(self) -> bool:

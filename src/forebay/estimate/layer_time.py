@@ -257,18 +257,17 @@ class LayerTimer:
 
     def sublayer(self, part: PartTrace, placement: str) -> tuple[KernelTime, KernelTime]:
         """A sublayer's forward and backward."""
-        memory = self.config.memory
-        cut = self.config.cuts_at_dispatch
-        around = (SUBLAYER_COMPILED if memory.compile else SUBLAYER) + CUT * cut + _storing(part, placement)
+        compiled, cut = self.config.memory.compile, self.config.cuts_at_dispatch
+        around = (SUBLAYER_COMPILED if compiled else SUBLAYER) + CUT * cut + _storing(part, placement)
         ahead, back = self.clock.both_ways(part)
         forward = self._launched(ahead, around + _transfers(part.forward_ops))
         backward = self._launched(back, around + _transfers(part.backward_ops))
         if placement != "recompute":
             return forward, backward
-        if memory.recompute == "light" and part.light_ops:
+        if self.config.recompute == "light" and part.light_ops:
             again = around + _transfers(part.light_ops)
             return forward, self._launched(self.clock.kernel_time(part.light_ops), again)
-        if memory.recompute == "save-dispatch" and cut and part.light_ops:
+        if self.config.recompute == "save-dispatch" and part.light_ops:
             forward = forward + KernelTime(launches=SELECTIVE * ahead.launches)
         return forward, forward + backward  # the host runs the forward's Python too
 

@@ -1,7 +1,7 @@
 """The parts of a stage with their events under a placement.
 
-Input: a `ModelTrace`, a `StageLayers` and placements. Output: `Part`s in forward order, which `forebay.estimate.walk` plays on an
-allocator. Nothing is kept.
+Input: a `ModelTrace`, a `StageLayers` and placements. Output: `Part`s in forward order, which `forebay.estimate.walk_step` plays
+on an allocator. Nothing is kept.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class Part:
 def placed_parts(
     trace: ModelTrace, stage: StageLayers, placements: Mapping[str, str], *, prefix: str, recompute: str
 ) -> list[Part]:
-    """The parts of a stage in forward order. `prefix`: module path of the layers; `recompute`: of `[memory]` or `WHOLE_LAYER`."""
+    """The parts of a stage in forward order. `prefix`: path of the layers; `recompute`: `Config.recompute` or `WHOLE_LAYER`."""
     found = [_part("embedding", "embedding", trace.embedding)] if stage.embedding else []
     for here in stage.layers:
         number, layer = here.number, trace.layers[here.number]

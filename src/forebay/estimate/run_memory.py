@@ -29,8 +29,17 @@ _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class RunMemory:
-    """`allocator`, compute `stream`, `weights` with their moments, `params`, `manager`, the `arena` of pages, an engine's
-    `tables`, and the highest levels: `levels` of the step, `peak` of all."""
+    """What a run has allocated so far.
+
+    Attributes:
+        weights: parameters and AdamW's moments.
+        params: what a step unshards, and gradients.
+        manager: of offloading; its plan.
+        stream: on which the step computes.
+        arena: of pages; None before the first step.
+        tables: masks and rotary tables of an engine.
+        levels, peak: the highest levels of this step, and of all.
+    """
 
     def __init__(self, run: RankRun):
         self.allocator = CachingAllocator(GPU_BLOCK if run.sharing.gpu else 1)

@@ -14,7 +14,7 @@ from types import MappingProxyType
 from typing import Any
 
 from forebay.estimate.device import DeviceProfile
-from forebay.estimate.fit import HOSTS, TIME_ERROR
+from forebay.estimate.fit import CAPTURED_TIME_ERROR, HOSTS, TIME_ERROR
 from forebay.estimate.layer_time import NO_TIME, Clock, KernelTime
 from forebay.estimate.state import Sharing, Weight
 from forebay.pipeline.schedule import Action
@@ -100,9 +100,9 @@ class StepTime:
 
     @property
     def error(self) -> float:
-        """Share by which a step may take more or less: `TIME_ERROR`, or what a host that is slower by `HOSTS` adds."""
+        """Share by which a step may take more or less; see `forebay.estimate.fit`. A host slower by `HOSTS` may add more."""
         slower = max(0.0, HOSTS * self.host - self.launched) + (HOSTS - 1) * self.around
-        return max(TIME_ERROR, slower / self.seconds)
+        return max(TIME_ERROR if self.host else CAPTURED_TIME_ERROR, slower / self.seconds)
 
     def sentence(self) -> str:
         sheets = "" if self.measured else ", from data sheets"

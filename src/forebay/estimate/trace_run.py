@@ -1,7 +1,7 @@
 """One run of a model on fake tensors, part by part: what each part saves, needs and computes.
 
-Input: a model on fake tensors, and a `Shape`. Output: a `PartTrace` for each part. Each is a graph of its own, whose forward and
-backward are recorded (`forebay.estimate.op_recorder`), with Forebay's experts, loss and, under expert parallelism, a planned
+Input: a model on fake tensors, and a `Shape`. Output: a `PartTrace` for each part. A part is a graph of its own, whose forward
+and backward are recorded (`forebay.estimate.op_recorder`), with Forebay's experts, loss and, under expert parallelism, a planned
 token dispatcher.
 """
 

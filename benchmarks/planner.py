@@ -150,14 +150,15 @@ def tight(lines: list[dict[str, Any]]) -> dict[str, int]:
     }
 
 
-def error_of(entry: Entry, plan: dict[str, Any]) -> float:
-    """The share of the peak that a plan leaves for its own error."""
+def error_of(entry: Entry) -> float:
+    """The share of the peak that a plan leaves for its own error. `entry`: as planned, with no fast path key at "auto"."""
     memory = entry.sections["memory"]
-    policy = memory.get("policy", "keep")
-    placed = {policy} if isinstance(policy, str) else set(policy.values())
-    # Plans of older draws do not say which keys they found.
-    captured = bool(plan["keys"]["graph"] if "keys" in plan else memory.get("graph"))
-    return planning_error(entry.gpus, bool(memory.get("compile")), placed, captured)
+    return planning_error(entry.gpus, bool(memory.get("compile")), placements_of(entry), bool(memory.get("graph")))
+
+
+def placements_of(entry: Entry) -> set[str]:
+    policy = entry.sections["memory"].get("policy", "keep")
+    return {policy} if isinstance(policy, str) else set(policy.values())
 
 
 def verdicts(entries: dict[str, Entry], rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -169,7 +170,7 @@ def verdicts(entries: dict[str, Entry], rows: Iterable[dict[str, Any]]) -> list[
         entry = as_run(entries[row["name"]], row)
         plan, oom = planned(entry, skew_of(row, entry) if not row.get("error") else entry.skew), bool(row.get("oom"))
         # With the allowance for the plan's error that `forebay plan --budget` makes.
-        fits = headroom(plan["reserved"], row["limit"], error_of(entry, plan)) >= 0
+        fits = headroom(plan["reserved"], row["limit"], error_of(entry)) >= 0
         retries = max((rank.get("retries", 0) for rank in row["ranks"] if rank), default=0)
         found.append(
             {

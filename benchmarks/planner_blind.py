@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 from common import GIB, environment, markdown, results_folder
-from planner import compared, config_of, error_of, on_gpus, planned, read, summary
+from planner import compared, config_of, error_of, on_gpus, placements_of, planned, read, summary
 from planner_grid import POSITIONS, Entry
 from planner_measure import NO_TIME, TIMED, WARM, measure
 
@@ -413,10 +413,9 @@ def entries_of(runs: Sequence[dict[str, Any]]) -> dict[str, Entry]:
 
 def kind_of(entry: Entry) -> str:
     """Errors are averaged over it. `entry`: as planned."""
-    is_captured = bool(entry.sections["memory"].get("graph"))
     if entry.gpus == 1:
         return band_of(entry)
-    parallel = entry.sections["parallel"]
+    parallel, is_captured = entry.sections["parallel"], bool(entry.sections["memory"].get("graph"))
     mesh = "PP" if "pp" in parallel else "EP" if "ep" in parallel else "FSDP2"
     return f"2 GPUs, {mesh}" + ", graph" * is_captured
 
@@ -426,10 +425,9 @@ def band_of(entry: Entry) -> str:
     if entry.gpus > 1:
         return "several GPUs"
     memory = entry.sections["memory"]
-    policy = memory["policy"]
     if memory.get("graph"):
         return "1 GPU, graph"
-    if {"offload", "auto"} & ({policy} if isinstance(policy, str) else set(policy.values())):
+    if {"offload", "auto"} & placements_of(entry):
         return "1 GPU, offload or auto"
     return "1 GPU, compiled" if memory["compile"] else "1 GPU, eager"
 
@@ -547,7 +545,7 @@ def misfits(entries: dict[str, Entry], plans: dict[str, dict[str, Any]], rows: S
     found = []
     for row in rows:
         plan = plans[row["name"]]
-        error = error_of(entries[row["name"]], plan)
+        error = error_of(as_planned(entries[row["name"]], plan))
         if row.get("oom"):
             found.append(f"{row['name']} is planned to reserve {plan['reserved'] / GIB:.2f} GiB: out of memory")
         if not on_gpus(row):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from forebay.estimate.fsdp import ParamGroup
 from forebay.estimate.offloading import Link
@@ -11,6 +12,10 @@ from forebay.estimate.parts import Part
 from forebay.estimate.state import Sharing
 from forebay.memory.timeline import Plan
 from forebay.pipeline.schedule import Action
+
+_HELD = MappingProxyType(
+    {"F": 1, "B": -1, "I": -1}
+)  # by an action's kind: forwards that wait for their backward, more or less
 
 
 @dataclass(frozen=True)
@@ -56,8 +61,8 @@ class RankRun:
         kept = {n: sum(part.kept for part in parts if part.path not in ends) for n, parts in self.stages.items()}
         now = most = 0
         for action in self.actions:
-            for one in action.parts or (action,):
-                now += kept.get(one.stage, 0) * {"F": 1, "B": -1, "I": -1}.get(one.kind, 0)
+            for one in action.each:
+                now += kept.get(one.stage, 0) * _HELD.get(one.kind, 0)
             most = max(most, now)
         return most
 
@@ -72,10 +77,10 @@ class RankRun:
         microbatch, as without a pipeline, and on the last rank of 1F1B."""
         waiting = 0
         for action in self.actions:
-            for one in action.parts or (action,):
+            for one in action.each:
                 if one.kind == "F" and waiting:
                     return True
-                waiting += {"F": 1, "B": -1, "I": -1}.get(one.kind, 0)
+                waiting += _HELD.get(one.kind, 0)
         return False
 
 

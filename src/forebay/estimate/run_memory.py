@@ -1,4 +1,4 @@
-"""What a rank has allocated so far in a walk: the allocator, and what a run's steps share.
+"""The memory of a rank during a walk: what one step leaves for the next.
 
 Input: a `RankRun`. `forebay.estimate.walk_step` plays a step on it, `forebay.estimate.walk` whole runs.
 """
@@ -29,7 +29,7 @@ _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 
 class RunMemory:
-    """What a run has allocated so far.
+    """An allocator, and those who allocate from it from one step to the next.
 
     Attributes:
         weights: parameters and AdamW's moments.

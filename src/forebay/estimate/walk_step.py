@@ -48,7 +48,7 @@ class _DeferredGrads:
 
 
 class StepWalk:
-    """One step of a rank. `memory`: what the run has allocated so far."""
+    """One step of a rank. `memory`: as earlier steps have left it."""
 
     def __init__(self, memory: RunMemory, run: RankRun):
         self._memory, self._run, self._allocator = memory, run, memory.allocator
@@ -64,7 +64,7 @@ class StepWalk:
         self._deferred: dict[tuple[int, int], list[_DeferredGrads]] = {}
         self._paged = memory.arena is not None
         self.most_stashed = self._stashed = 0
-        self._last = max((a.microbatch for action in run.actions for a in (action.parts or (action,))), default=0)
+        self._last = max((a.microbatch for action in run.actions for a in action.each), default=0)
 
     def run(self) -> None:
         if self._run.interleaves:

@@ -230,7 +230,7 @@ def messages_of(plan: PipelinePlan) -> Iterator[Sent]:
     places: dict[tuple[str, int, int], int] = {}  # number of the action that runs a forward or backward, on its rank
     for actions in plan.actions:
         for number, action in enumerate(actions):
-            for part in action.parts or (action,):
+            for part in action.each:
                 if part.kind in (FORWARD, BACKWARD, BACKWARD_INPUT):
                     places["F" if part.kind == FORWARD else "B", part.stage, part.microbatch] = number
     last = len(plan.ranks) - 1

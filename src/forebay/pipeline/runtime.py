@@ -307,7 +307,7 @@ class _RuntimeStep:
     def receive(self, action: Action) -> None:
         """Make the compute stream wait for what an action needs from other ranks."""
         last = len(self._ranks) - 1
-        for part in action.parts or (action,):
+        for part in action.each:
             if part.kind == FORWARD and part.stage > 0:
                 self._receive_from(part.stage - 1, Message("F", part.stage, part.microbatch))
             elif part.kind in (BACKWARD, BACKWARD_INPUT) and part.stage < last:

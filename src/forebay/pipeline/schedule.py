@@ -42,6 +42,11 @@ class Action:
     parts: tuple[Action, ...] = ()
 
     @property
+    def each(self) -> tuple[Action, ...]:
+        """The action itself, or the `parts` of an OVERLAP_F_B."""
+        return self.parts or (self,)
+
+    @property
     def computes(self) -> bool:
         """Whether the action computes, as opposed to a transfer between ranks."""
         return self.kind in COMPUTE
@@ -76,7 +81,7 @@ class PipelinePlan:
         """The rank's computations in order; an OVERLAP_F_B yields its parts one after the other."""
         for action in self.actions[rank]:
             if action.computes:
-                yield from action.parts or (action,)
+                yield from action.each
 
 
 def make_plan(name: str, pp: int, microbatches: int, chunks: int = 2, weights_early: bool = False) -> PipelinePlan:

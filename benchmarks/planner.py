@@ -74,7 +74,10 @@ def config_of(entry: Entry) -> Config:
 
 def as_run(entry: Entry, row: dict[str, Any]) -> Entry:
     """The entry with the layers by stage that its pipeline ran with: costs of layers may have changed since. Runs that do not say
-    how they sent messages did so through NCCL."""
+    how they sent messages did so through NCCL, those that do not say whether segments grew had some that do not."""
+    if not any(rank and rank.get("expandable") for rank in row["ranks"]):
+        fixed = {**entry.sections.get("device", {}), "expandable_segments": False}
+        entry = replace(entry, sections={**entry.sections, "device": fixed})
     ran = next((rank for rank in row["ranks"] if rank and rank.get("layers")), None)
     if ran is not None:
         through = {} if ran.get("links") or entry.sections["parallel"].get("ep", 1) > 1 else {"dispatch": "nccl"}

@@ -417,6 +417,7 @@ def about(trainer: Trainer) -> dict[str, Any]:
         "exchange": type(trainer.dispatcher).__name__,
         "parameters": sum(p.numel() for p in trainer.model.parameters()),
         "layers": None if trainer.pipeline is None else list(trainer.pipeline.partition.counts),
+        "expandable": trainer.config.device.expandable_segments,
         "links": None if trainer.pipeline is None else trainer.pipeline.links,
     }
 

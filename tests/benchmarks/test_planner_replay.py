@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.planner_replay import Difference, PlacedAllocator, read_history, replay
+from benchmarks.planner_replay import Difference, LateExpandableAllocator, PlacedAllocator, read_history, replay
 from forebay.estimate.allocator import Block
 
 MIB = 1 << 20
@@ -103,6 +103,64 @@ def test_the_allocators_own_histories_come_out_equal(seed: int) -> None:
     assert found.differences == () and found.moved == 0 and found.equal == found.segments > 8
     assert found.real_peak == found.model_peak == first.peak_reserved
     assert found.model_allocated == first.peak_allocated
+
+
+def test_a_history_of_a_segment_that_grows() -> None:
+    """The free 4 MiB before its end serve the third request with 10 more; a page of 20 MiB that is free is unmapped."""
+    start = 1 << 40
+    events = [
+        ("segment_map", start, 40 * MIB, 0),
+        ("alloc", start, 36 * MIB, 0),
+        ("free_requested", start, 36 * MIB, 0),
+        ("free_completed", start, 36 * MIB, 0),
+        ("alloc", start, 36 * MIB, 0),
+        ("segment_map", start + 40 * MIB, 20 * MIB, 0),
+        ("alloc", start + 36 * MIB, 14 * MIB, 0),
+        ("free_requested", start, 36 * MIB, 0),
+        ("free_completed", start, 36 * MIB, 0),
+        ("segment_unmap", start, 20 * MIB, 0),
+        ("alloc", start + 20 * MIB, 16 * MIB, 0),
+        ("segment_map", start, 20 * MIB, 0),
+        ("alloc", start, 20 * MIB, 0),
+    ]
+    found = replay(events)
+    assert (found.segments, found.equal, found.differences, found.moved) == (3, 3, (), 0)
+    assert found.real_peak == found.model_peak == 60 * MIB
+    broken = replay(
+        [*events[:5], ("segment_map", start + 40 * MIB, 40 * MIB, 0), ("alloc", start + 40 * MIB, 14 * MIB, 0)]
+    )
+    assert broken.differences == (Difference(6, 40 * MIB, 20 * MIB),) and broken.moved == 1
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_a_growing_segments_own_history_comes_out_equal(seed: int) -> None:
+    numbers = random.Random(seed)
+    events: list[tuple[str, int, int, int]] = []
+    first, starts = (
+        LateExpandableAllocator(),
+        {(s, small): (1 << 45) * (2 * s + small + 1) for s in (0, 7) for small in (False, True)},
+    )
+    live: list[tuple[Block, int]] = []
+    for _ in range(400):
+        if live and numbers.random() < 0.45:
+            block, address = live.pop(numbers.randrange(len(live)))
+            events += [(action, address, block.size, 0) for action in ("free_requested", "free_completed")]
+            first.free(block)
+            first.complete(block)
+        elif numbers.random() < 0.02:
+            before = first.reserved
+            first.empty_cache()
+            events += [("segment_unmap", 0, before - first.reserved, 0)] if before > first.reserved else []
+        else:
+            size, stream = int(2 ** numbers.uniform(8, 26)), numbers.choice([0, 0, 7])
+            block = first.malloc(size, stream)
+            live.append((block, starts[stream, block.pool.small] + block.address))
+            events += [("segment_map", 0, grown, stream) for grown in first.made]
+            first.made.clear()
+            events.append(("alloc", live[-1][1], size, stream))
+    found = replay(events)
+    assert found.differences == () and found.moved == 0 and found.equal == found.segments > 8
+    assert found.real_peak == found.model_peak == first.peak_reserved
 
 
 def test_a_file_of_columns_is_read(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """One step of the trainer against plain PyTorch and transformers, and the learning rate by step."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from unittest.mock import MagicMock
 
 import pytest
@@ -112,6 +113,26 @@ def test_a_loss_that_is_not_finite_stops_the_run(tiny: Callable[..., Config]) ->
             trainer.model.lm_head.weight.fill_(float("nan"))
         with pytest.raises(RunError, match=r"step 3: the loss is nan.*optimizer\.lr.*--resume"):
             trainer.step(3)
+
+
+@pytest.mark.parametrize("wanted", [True, False])
+def test_segments_may_grow_from_the_build_to_the_end(
+    tiny: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, wanted: bool
+) -> None:
+    seen: list[object] = []
+
+    @contextmanager
+    def context(*given: object) -> Iterator[None]:
+        seen.append(given)
+        yield
+        seen.append("end")
+
+    monkeypatch.setattr("forebay.train.trainer.expandable_segments", context)
+    monkeypatch.setattr(Trainer, "_build", lambda *_: seen.append("build"))
+    monkeypatch.setattr(Trainer, "close", lambda trainer: trainer._end())
+    with Trainer(tiny(device={"expandable_segments": wanted})):
+        assert seen == [(wanted, torch.device("cpu")), "build"]
+    assert seen[2:] == ["end"]
 
 
 def test_weight_decay_leaves_vectors_and_biases_out() -> None:

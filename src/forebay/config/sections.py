@@ -301,6 +301,11 @@ class Device:
     type: str = key("auto", "'auto' is cuda where there is one.", choices=("auto", "cpu", "cuda"))
     # Torch starts all of them: 100,000 take minutes and all memory, and no host has 1024 CPUs.
     threads: int = key(0, "CPU threads; 0 leaves torch's default.", low=0, high=1024)
+    expandable_segments: bool = key(
+        True,
+        "Let segments of torch's CUDA allocator grow, which reserves less memory; false, or a value in PYTORCH_ALLOC_CONF, "
+        "leaves torch's setting.",
+    )
 
 
 @dataclass(frozen=True)
@@ -376,16 +381,6 @@ class Config:
         """The mode of `memory.recompute` that sublayers follow. "save-dispatch" keeps nothing where nothing is dispatched."""
         mode = self.memory.recompute
         return "full" if mode == "save-dispatch" and self.parallel.ep == 1 else mode
-
-    @property
-    def empties_cache(self) -> bool:
-        """Whether the trainer empties the GPU's cache after its first step, which compiles.
-
-        Inductor tries its kernels on tensors and cache flushes of their own sizes. Between their segments later steps would need
-        others, 1 to 8 % more than the same steps alone (run 22 of the tenth blind draw). Called steps of an engine reserve less
-        with the segments of the first one: 99 instead of 106 GiB for DeepSeek-V3 on 1024 GPUs, everything recomputed, on paper.
-        """
-        return self.memory.compile and (self.step.graph or not self.has_engine)
 
     def microbatch(self, world_size: int = 1) -> int:
         """Sequences a forward of each of the `world_size` processes that share the batch, with 0 resolved."""

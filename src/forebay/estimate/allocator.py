@@ -2,7 +2,7 @@
 
 Input: `malloc` and `free` in the order in which a process calls them. Output: `reserved` and `allocated` bytes, their
 peaks, and the segments. A GPU runs out of memory when segments no longer fit, however little of them is in use. A
-`Block` that `malloc` returns is the caller's until `free`.
+`Block` that `malloc` returns is the caller's until `free`. `forebay.estimate.expandable` has the rules of expandable segments.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _ADDRESS_RANGE = 32 << 20
 ROLES = ("parameters", "gradients", "optimizer", "activations", "transient")
 """Roles of blocks. Activations are saved for backward; the running operation alone needs transient blocks."""
 PARAMETERS, GRADIENTS, OPTIMIZER, ACTIVATIONS, TRANSIENT = 0, 1, 2, 3, 4
-_ADDRESS_BITS = 48  # a key is (size, address) in one integer, which compares twice as fast as a pair
+ADDRESS_BITS = 48  # a key is (size, address) in one integer, which compares twice as fast as a pair
 
 
 class Block:
@@ -30,19 +30,36 @@ class Block:
     Attributes:
         address, size: bytes; the size is rounded up and may be larger than the request.
         role: what it holds; one of `ROLES`.
+        mapped: it has memory; see `forebay.estimate.expandable`.
     """
 
-    __slots__ = ("address", "after", "before", "in_use", "pool", "role", "size")
+    __slots__ = ("address", "after", "before", "in_use", "mapped", "pool", "role", "size")
 
-    def __init__(self, pool: _FreeBlocks, address: int, size: int):
+    def __init__(self, pool: FreeBlocks, address: int, size: int):
         self.pool, self.address, self.size = pool, address, size
         self.before: Block | None = None
         self.after: Block | None = None
-        self.in_use = False
+        self.in_use, self.mapped = False, True
         self.role = TRANSIENT
 
+    def split(self, size: int) -> Block:
+        """Keep the lower `size` bytes; returns the rest."""
+        rest = Block(self.pool, self.address + size, self.size - size)
+        after = rest.after = self.after
+        if after is not None:
+            after.before = rest
+        rest.before, self.after, self.size = self, rest, size
+        return rest
 
-class _FreeBlocks:
+    def join(self, after: Block) -> None:
+        """Take over the block that follows."""
+        self.size += after.size
+        follows = self.after = after.after
+        if follows is not None:
+            follows.before = self
+
+
+class FreeBlocks:
     """The free blocks of one stream and one kind, in the order of size and address.
 
     Attributes:
@@ -57,8 +74,13 @@ class _FreeBlocks:
         self.keys: list[int] = []
         self.blocks: dict[int, Block] = {}
 
+    def add(self, block: Block) -> None:
+        key = block.size << ADDRESS_BITS | block.address
+        insort(self.keys, key)
+        self.blocks[key] = block
+
     def drop(self, block: Block) -> None:
-        key = block.size << _ADDRESS_BITS | block.address
+        key = block.size << ADDRESS_BITS | block.address
         del self.keys[bisect_left(self.keys, key)]
         del self.blocks[key]
 
@@ -75,7 +97,7 @@ class CachingAllocator:
     - A freed block is merged with its free neighbors in its segment.
 
     Not modeled: blocks that `record_stream` names, which no plan has; that cached segments are released where a new one does not
-    fit; and what is off by default: expandable segments, `max_split_size_mb`, garbage collection by threshold, rounding to
+    fit; and what is off by default: `max_split_size_mb`, garbage collection by threshold, rounding to
     divisions of powers of two.
 
     Args:
@@ -93,9 +115,9 @@ class CachingAllocator:
         self._rising = False  # the peak is now
         self.segments: dict[int, int] = {}
         self._granule = granule
-        self._pools: dict[Hashable, tuple[_FreeBlocks, _FreeBlocks]] = {}  # large and small blocks by stream
-        self._outside, self._in_graph = self._pools, dict[Hashable, tuple[_FreeBlocks, _FreeBlocks]]()
-        self._lowest = 1 << _ADDRESS_BITS - 1
+        self._pools: dict[Hashable, tuple[FreeBlocks, FreeBlocks]] = {}  # large and small blocks by stream
+        self._outside, self._in_graph = self._pools, dict[Hashable, tuple[FreeBlocks, FreeBlocks]]()
+        self._lowest = 1 << ADDRESS_BITS - 1
         self._holes: list[tuple[int, int]] = []  # address, bytes
 
     def malloc(self, size: int, stream: Hashable = 0, role: int = TRANSIENT) -> Block:
@@ -104,22 +126,11 @@ class CachingAllocator:
         size = (size + granule - 1) & -granule or granule
         pools = self._pools.get(stream)
         if pools is None:
-            large_rest = SMALL + 1 if granule == GPU_BLOCK else granule
-            pools = self._pools[stream] = _FreeBlocks(False, large_rest), _FreeBlocks(True, granule)
+            pools = self._pools[stream] = self._new_pools()
         pool = pools[size <= SMALL]
-        keys = pool.keys
-        at = bisect_left(keys, size << _ADDRESS_BITS)
-        block = pool.blocks.pop(keys.pop(at)) if at < len(keys) else self._segment(pool, size)
-        rest = block.size - size
-        if rest >= pool.least_rest:
-            left = Block(pool, block.address + size, rest)
-            after = left.after = block.after
-            if after is not None:
-                after.before = left
-            left.before, block.after, block.size = block, left, size
-            key = rest << _ADDRESS_BITS | left.address
-            insort(keys, key)
-            pool.blocks[key] = left
+        block = self._take(pool, size)
+        if block.size - size >= pool.least_rest:
+            pool.add(block.split(size))
         block.in_use = True
         block.role = role
         self.by_role[role] += block.size
@@ -174,7 +185,17 @@ class CachingAllocator:
         """Bytes are about to fall, or to change their role."""
         self._at_peak, self._rising = self.by_role.copy(), False
 
-    def _segment(self, pool: _FreeBlocks, size: int) -> Block:
+    def _new_pools(self) -> tuple[FreeBlocks, FreeBlocks]:
+        """Of a stream: for large and small blocks."""
+        granule = self._granule
+        return FreeBlocks(False, SMALL + 1 if granule == GPU_BLOCK else granule), FreeBlocks(True, granule)
+
+    def _take(self, pool: FreeBlocks, size: int) -> Block:
+        """A block of at least `size` bytes, which is no longer in the pool."""
+        at = bisect_left(pool.keys, size << ADDRESS_BITS)
+        return pool.blocks.pop(pool.keys.pop(at)) if at < len(pool.keys) else self._segment(pool, size)
+
+    def _segment(self, pool: FreeBlocks, size: int) -> Block:
         if pool.small:
             length = SMALL_SEGMENT
         elif size < LARGE_REQUEST:
@@ -183,10 +204,12 @@ class CachingAllocator:
             length = -(-size // ROUND_SEGMENT) * ROUND_SEGMENT
         address = self._place(length)
         self.segments[address] = length
-        self.reserved += length
-        if self.reserved > self.peak_reserved:
-            self.peak_reserved = self.reserved
+        self._reserve(length)
         return Block(pool, address, length)
+
+    def _reserve(self, size: int) -> None:
+        self.reserved += size
+        self.peak_reserved = max(self.peak_reserved, self.reserved)
 
     def _place(self, length: int) -> int:
         """The address of a new segment: the lowest hole that is large enough, else below all others.
@@ -204,31 +227,22 @@ class CachingAllocator:
             insort(self._holes, (self._lowest + length, whole - length))
         return self._lowest
 
-    def _merge(self, block: Block) -> None:
+    def _merge(self, block: Block) -> Block:
+        """Put a block into its pool, merged with its free neighbors; returns what it is a part of then."""
         block.in_use = False
         pool = block.pool
-        keys, blocks = pool.keys, pool.blocks
         before, after = block.before, block.after
         if before is not None and not before.in_use:
-            key = before.size << _ADDRESS_BITS | before.address
-            del keys[bisect_left(keys, key)], blocks[key]
-            before.size += block.size
-            before.after = after
-            if after is not None:
-                after.before = before
+            pool.drop(before)
+            before.join(block)
             block = before
         if after is not None and not after.in_use:
-            key = after.size << _ADDRESS_BITS | after.address
-            del keys[bisect_left(keys, key)], blocks[key]
-            block.size += after.size
-            after = block.after = after.after
-            if after is not None:
-                after.before = block
-        key = block.size << _ADDRESS_BITS | block.address
-        insort(keys, key)
-        blocks[key] = block
+            pool.drop(after)
+            block.join(after)
+        pool.add(block)
+        return block
 
-    def _release(self, pool: _FreeBlocks) -> list[int]:
+    def _release(self, pool: FreeBlocks) -> list[int]:
         given = []
         for key in list(pool.keys):
             block = pool.blocks[key]

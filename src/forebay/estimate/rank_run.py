@@ -30,7 +30,7 @@ class RankRun:
         hidden: bytes of a microbatch's hidden states.
         graph: steps are to be captured in a CUDA graph.
         fails: the capture fails: all steps are called.
-        empties: the first step compiles, after which the trainer empties the cache.
+        expandable: the trainer has torch expand segments.
         at_once: the engine adds the embedding's gradients as they are made.
         tied: embedding and head are one parameter.
         least: bytes below which nothing is offloaded.
@@ -46,7 +46,7 @@ class RankRun:
     hidden: int
     graph: bool = False
     fails: bool = False
-    empties: bool = False
+    expandable: bool = False
     at_once: bool = False
     tied: bool = False
     least: int = 1 << 20

@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from forebay.estimate.allocator import ROLES, Block, CachingAllocator
+from forebay.estimate.expandable import ExpandableAllocator
 from forebay.estimate.fsdp import (
     DEFAULT,
     FsdpLifecycle,
@@ -20,7 +21,6 @@ from forebay.estimate.fsdp import (
 )
 from forebay.estimate.offloading import OffloadManager
 from forebay.estimate.rank_run import RankRun, StepLevel
-from forebay.estimate.types import GPU_BLOCK
 
 WORKSPACE = 32 << 20
 """Bytes of cuBLAS's workspace on Hopper for each handle and stream (`CUBLAS_WORKSPACE_CONFIG`, torch's notes on CUDA): one of the
@@ -42,7 +42,8 @@ class RunMemory:
     """
 
     def __init__(self, run: RankRun):
-        self.allocator = CachingAllocator(GPU_BLOCK if run.sharing.gpu else 1)
+        gpu_allocator = ExpandableAllocator if run.expandable else CachingAllocator
+        self.allocator = gpu_allocator() if run.sharing.gpu else CachingAllocator(1)
         self._run = run
         # A CUDA graph step has a stream of its own, from the first step on.
         self.stream = "graph" if run.graph else DEFAULT

@@ -57,8 +57,6 @@ class AllocatorRun(RunMemory):
             self.weights.optimize(self.params.is_late)
             self.note("", "optimizer")
             self.params.zero_grad()
-            if self._run.empties and n == 0:
-                self.allocator.empty_cache()
         if captured and isinstance(self.params, UnshardedLifecycle):
             self.allocator.begin_graph()
             self.params.gather()

@@ -30,6 +30,7 @@ from forebay.pipeline.partition import Partition, partition_of
 from forebay.pipeline.schedule import PipelinePlan
 from forebay.policy import format_bytes
 from forebay.train import hf_io, parallel
+from forebay.train.allocator_settings import expandable_segments
 from forebay.train.capacity_retry import CapacityRetries
 from forebay.train.cuda_graph import CudaGraphStep
 from forebay.train.data import IGNORE, Batch, load_mixture
@@ -97,8 +98,9 @@ class Trainer:
             self.mesh = Mesh.open(config, ALONE) if mesh is None else mesh
             if mesh is None:
                 stack.callback(self.mesh.close)
+            stack.enter_context(expandable_segments(config.device.expandable_segments, self.mesh.device))
             self._build(fast_path_of(config, self.mesh).config, self.mesh, partition)
-            self._close_mesh = stack.pop_all().close
+            self._end = stack.pop_all().close
 
     def _build(self, config: Config, mesh: Mesh, partition: Partition | None) -> None:
         self.config, self.device = config, mesh.device
@@ -128,7 +130,6 @@ class Trainer:
             on_resize=self.cuda_graph.release if self.cuda_graph is not None else lambda: None,
         )
         self._freed_graph = False  # for an evaluation
-        self._empties_cache = config.empties_cache and self.device.type == "cuda"
         self._health = HealthRecorder(mesh, self._router, config.log.health, self.cuda_graph is not None)
         if mesh.rank:
             seed_all(config.train.seed + mesh.rank)  # weights are the same on all processes, dropout is not
@@ -189,7 +190,7 @@ class Trainer:
         self.memory.detach()
         if self.dispatcher is not None:
             self.dispatcher.close()
-        self._close_mesh()
+        self._end()
 
     @property
     def pipeline(self) -> PipelinedGradients | None:
@@ -255,10 +256,6 @@ class Trainer:
                 "lower optimizer.lr or lengthen schedule.warmup, and go on from an earlier checkpoint with --resume"
             )
         seconds, peaks, reserved, health = self._measure(started, held, routing, lacks_room)
-        if self._empties_cache:
-            # Once: an evaluation of another shape compiles too, but needs less than a step.
-            torch.cuda.empty_cache()
-            self._empties_cache = False
         return StepRecord(
             step=number,
             seconds=seconds,

@@ -21,7 +21,7 @@ def test_a_trainers_segments_grow(tmp_path: Path, graph: bool) -> None:
         memory={"graph": graph},
         device={"type": "cuda", "threads": 0},
     )
-    held = fill_free_parts()
+    held = fill_free_parts()  # what other tests left
     before = _segments()
     with Trainer(settings) as trainer:
         for number in range(1, 6):
@@ -31,7 +31,7 @@ def test_a_trainers_segments_grow(tmp_path: Path, graph: bool) -> None:
         assert new and all(new.values())
     other = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
     assert not _segments()[other.data_ptr()]
-    assert held
+    del held
 
 
 def _segments() -> dict[int, bool]:

@@ -1,4 +1,5 @@
-"""Arguments of every kernel as views (strided, expanded, with an offset), one at a time, against the plain form; and refusals."""
+"""Arguments of every kernel as views (strided, expanded, with an offset), one at a time, against the plain form; refusals; and
+which launches ask Triton."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from triton.compiler import CompiledKernel
 
 from forebay.kernels.cross_entropy import cross_entropy_, scale
 from forebay.kernels.grouped import add_rows_by_rows
-from forebay.kernels.launch import packed, use_triton
+from forebay.kernels.launch import launch, packed, use_triton
 from forebay.kernels.permute import combine_rows, gather_rows, sort_slots
 from forebay.kernels.swiglu import Glu, swiglu_backward, swiglu_forward
 from tests.kernels.common import DEVICE, moved_on, strided, turned
@@ -167,3 +169,99 @@ def test_errors_name_the_argument_and_what_is_valid() -> None:
 def test_an_unknown_backend_is_refused() -> None:
     with pytest.raises(ValueError, match="backend must be 'auto', 'triton' or 'reference'"):
         use_triton("cuda", randn(3))  # type: ignore[arg-type]
+
+
+class _Kernel:
+    """A Triton kernel of another device: its launches, and those of what it compiles."""
+
+    arg_names = ("x_ptr", "y_ptr", "n", "scale", "BLOCK")
+
+    def __init__(self) -> None:
+        self.fn = lambda: None
+        self.launched: list[tuple[Any, ...]] = []
+        self.relaunched: list[tuple[Any, ...]] = []
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., CompiledKernel]:
+        def run(*args: Any, **constants: Any) -> CompiledKernel:
+            self.launched.append((grid, *args))
+            return compiled
+
+        compiled = _Compiled(self.relaunched)
+        return run
+
+
+class _Compiled(CompiledKernel):
+    def __init__(self, launched: list[tuple[Any, ...]]):
+        self._launched = launched
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *args: self._launched.append((grid, *args))
+
+
+def test_a_launch_like_an_earlier_one_goes_to_its_compiled_kernel() -> None:
+    kernel = _Kernel()
+    x, y = torch.zeros(64), torch.ones(64)
+    launch(kernel, (3,), x, None, 7, 1.5, BLOCK=8, num_warps=4)
+    launch(kernel, (3,), y[4:], None, 7, 1.5, BLOCK=8, num_warps=4)  # 16 bytes further on
+    assert kernel.launched == [((3,), x, None, 7, 1.5)]
+    assert kernel.relaunched == [((3, 1, 1), y.data_ptr() + 16, None, 7, 1.5, 8)]
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"grid": (4,)},
+        {"x": torch.zeros(64)[1:]},  # another alignment
+        {"x": torch.zeros(64, dtype=torch.int32)},
+        {"y": torch.zeros(64)},
+        {"n": 1},
+        {"n": 16},
+        {"n": 2**31},
+        {"scale": 2.5},
+        {"BLOCK": 16},
+        {"num_warps": 8},
+    ],
+    ids=str,
+)
+def test_a_launch_unlike_the_earlier_ones_asks_triton(other: dict[str, Any]) -> None:
+    kernel = _Kernel()
+    first: dict[str, Any] = {
+        "grid": (3,),
+        "x": torch.zeros(64),
+        "y": None,
+        "n": 7,
+        "scale": 1.5,
+        "BLOCK": 8,
+        "num_warps": 4,
+    }
+    for call in (first, first | other):
+        grid, x, y, n, scale, *_ = call.values()
+        launch(kernel, grid, x, y, n, scale, BLOCK=call["BLOCK"], num_warps=call["num_warps"])
+    assert len(kernel.launched) == 2
+    assert not kernel.relaunched
+
+
+@pytest.mark.gpu
+def test_launches_of_other_alignments_and_sizes_stay_exact() -> None:
+    table = torch.randn(70, 64, device="cuda")
+    for width in (64, 48, 33, 1, 64):
+        for first in (0, 1, 4, 0):
+            x = table[first:, :width]
+            order = torch.randperm(x.shape[0], device="cuda", dtype=torch.int32)
+            offs = integers([x.shape[0]])
+            rows = gather_rows(x, order, offs, 1, backend="triton")
+            assert torch.equal(rows, x[order.long()])
+
+
+@pytest.mark.gpu
+def test_a_repeated_launch_can_be_captured() -> None:
+    x, offs = torch.randn(64, 64, device="cuda"), integers([64])
+    order = torch.arange(63, -1, -1, device="cuda", dtype=torch.int32)
+    for _ in range(2):
+        gather_rows(x, order, offs, 1, backend="triton")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        rows = gather_rows(x, order, offs, 1, backend="triton")
+    x.normal_()
+    graph.replay()
+    assert torch.equal(rows, x.flip(0))

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from forebay.kernels.launch import Backend, cdiv, check_written, next_power_of_2, on_device_of, packed, use_triton
+from forebay.kernels.launch import Backend, cdiv, check_written, launch, next_power_of_2, packed, use_triton
 
 # Columns that the program of a row reads at a time. Not below 1024 on 4 warps: with less than a 16-byte vector a thread, Triton
 # gives one element to several threads, and in the second pass one would read what another has already overwritten.
@@ -161,11 +161,11 @@ def cross_entropy_(
     if rows == 0:
         return loss
     block = min(max(next_power_of_2(n_cols), _MIN_BLOCK), _MAX_BLOCK)
-    with on_device_of(logits):
-        _cross_entropy_kernel[(rows,)](
-            logits, targets, loss, *(stats or (loss, loss)), logits.stride(0), ignore_index,
-            V=n_cols, WRITE_GRAD=write_grad, STATS=stats is not None, BLOCK=block, num_warps=8 if block == _MAX_BLOCK else 4,
-        )  # fmt: skip
+    launch(
+        _cross_entropy_kernel, (rows,),
+        logits, targets, loss, *(stats or (loss, loss)), logits.stride(0), ignore_index,
+        V=n_cols, WRITE_GRAD=write_grad, STATS=stats is not None, BLOCK=block, num_warps=8 if block == _MAX_BLOCK else 4,
+    )  # fmt: skip
     return loss
 
 
@@ -208,7 +208,6 @@ def scale(x: Tensor, factor: Tensor, dtype: torch.dtype, *, backend: Backend = "
         return torch.mul(x, factor.reshape(()), out=torch.empty_like(x, dtype=dtype))
     out = torch.empty_like(x, dtype=dtype)
     if x.numel():
-        with on_device_of(x):
-            grid = (cdiv(x.numel(), _SCALE_BLOCK),)
-            _scale_kernel[grid](x, factor, out, x.numel(), BLOCK=_SCALE_BLOCK, num_warps=8)
+        grid = (cdiv(x.numel(), _SCALE_BLOCK),)
+        launch(_scale_kernel, grid, x, factor, out, x.numel(), BLOCK=_SCALE_BLOCK, num_warps=8)
     return out

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from forebay.kernels.launch import INDICES, Backend, cdiv, check_written, on_device_of, packed, use_triton
+from forebay.kernels.launch import INDICES, Backend, cdiv, check_written, launch, packed, use_triton
 
 _GROUPED_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 # `add_rows_by_rows` on an H200, swept over two models' gate_up and down. 8 warps: 1.25 times as long; 2 stages 1.1; tiles of
@@ -157,12 +157,12 @@ def add_rows_by_rows(total: Tensor, left: Tensor, right: Tensor, offs: Tensor, *
         return
     left = left if left.stride(1) == 1 else left.contiguous()
     right = right if right.stride(1) == 1 else right.contiguous()
-    with on_device_of(left):
-        _kernel[(experts * cdiv(m, _BLOCK_M) * cdiv(n, _BLOCK_N),)](
-            left, right, offs, total, m, n, left.stride(0), right.stride(0), total.stride(0), total.stride(1),
-            BLOCK_M=_BLOCK_M, BLOCK_N=_BLOCK_N, BLOCK_K=_BLOCK_K_BYTES // left.element_size(), num_warps=_WARPS,
-            num_stages=_STAGES,
-        )  # fmt: skip
+    launch(
+        _kernel, (experts * cdiv(m, _BLOCK_M) * cdiv(n, _BLOCK_N),),
+        left, right, offs, total, m, n, left.stride(0), right.stride(0), total.stride(0), total.stride(1),
+        BLOCK_M=_BLOCK_M, BLOCK_N=_BLOCK_N, BLOCK_K=_BLOCK_K_BYTES // left.element_size(), num_warps=_WARPS,
+        num_stages=_STAGES,
+    )  # fmt: skip
 
 
 def _reference(total: Tensor, left: Tensor, right: Tensor, offs: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Helpers of the kernels' wrappers: argument checks, the choice of backend, the current device, tile widths.
+"""Helpers of the kernels' wrappers: argument checks, the choice of backend, launches, tile widths.
 
 The backend "auto" is Triton for tensors on a CUDA device and plain PyTorch elsewhere. Tests name "triton" for CPU tensors (with
 TRITON_INTERPRET=1) or "reference" for CUDA tensors.
@@ -7,13 +7,13 @@ TRITON_INTERPRET=1) or "reference" for CUDA tensors.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import triton
 import triton.testing
 from torch import Tensor
+from triton.compiler import CompiledKernel
 
 Backend = Literal["auto", "triton", "reference"]
 _ACHIEVED = 0.86  # share of the memory's nominal bandwidth: 4.22 of 4.92 TB/s (H200, copies of 2 GiB)
@@ -84,9 +84,46 @@ def check_written(name: str, tensor: Tensor) -> None:
             reach += stride * (n - 1)
 
 
-def on_device_of(tensor: Tensor) -> AbstractContextManager[object]:
-    """Make the tensor's device current: Triton launches there, not on the device of its arguments."""
-    return torch.cuda.device(tensor.device) if tensor.is_cuda else nullcontext()
+_launched: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = {}
+_MOST_LAUNCHED = 4096  # exact sizes, which differ from call to call, would fill it
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *args: Tensor | int | float | None, **constants: Any) -> None:
+    """`kernel[grid](*args, **constants)` on the device of the tensors, where Triton itself takes the current one.
+
+    Triton finds out in every launch which compiled kernel it needs, which takes the host longer than the launch. A launch like
+    an earlier one goes to its compiled kernel: same sizes, strides and constants, and addresses that differ by multiples of 16
+    bytes, as Triton compiles for aligned ones. Whether a number is an int or a float must not change from launch to launch.
+
+    Args:
+        args: the kernel's first parameters, one a tensor.
+        constants: its other parameters by name, and Triton's options.
+    """
+    values: list[Any] = []
+    key: list[Any] = []
+    tensor = None
+    for arg in args:
+        if isinstance(arg, Tensor):
+            tensor, address = arg, arg.data_ptr()
+            key += arg.dtype, address % 16
+            values.append(address)
+        else:
+            key.append(arg)
+            values.append(arg)
+    assert tensor is not None
+    device = tensor.get_device()
+    like = (kernel.fn, device, grid, *key, *constants, *constants.values())
+    with torch.cuda.device(device):
+        if like in _launched:
+            run, others = _launched[like]
+            run(*values, *others)
+            return
+        compiled = kernel[grid](*args, **constants)
+        if isinstance(compiled, CompiledKernel):  # None from Triton's interpreter
+            if len(_launched) >= _MOST_LAUNCHED:
+                _launched.clear()
+            others = tuple(constants[name] for name in kernel.arg_names[len(args) :])
+            _launched[like] = compiled[(*grid, 1, 1)], others
 
 
 def memory_rate(device: torch.device) -> float:

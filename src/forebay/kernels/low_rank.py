@@ -23,8 +23,8 @@ from forebay.kernels.launch import (
     Backend,
     cdiv,
     check_written,
+    launch,
     next_power_of_2,
-    on_device_of,
     packed,
     use_triton,
 )
@@ -197,13 +197,13 @@ def narrow_rows(
         _narrow_reference(source, order, slots, matrices, offs, kept, low)
         return low, kept
     if low.numel() and width:
-        with on_device_of(source):
-            _narrow_kernel[(_tiles(n_rows, offs, _NARROW_ROWS), cdiv(rank, _rank_block(rank)))](
-                source, order, matrices, offs, kept, low, width, rank, source.stride(0), slots, offs.shape[0],
-                GATHER=order is not None, WRITE_ROWS=keep_rows, EXPERTS=next_power_of_2(offs.shape[0]),
-                RANK=_rank_block(rank), BLOCK_R=_NARROW_ROWS, BLOCK_W=_NARROW_COLUMN_BYTES // source.element_size(),
-                num_warps=_WARPS, num_stages=_STAGES,
-            )  # fmt: skip
+        launch(
+            _narrow_kernel, (_tiles(n_rows, offs, _NARROW_ROWS), cdiv(rank, _rank_block(rank))),
+            source, order, matrices, offs, kept, low, width, rank, source.stride(0), slots, offs.shape[0],
+            GATHER=order is not None, WRITE_ROWS=keep_rows, EXPERTS=next_power_of_2(offs.shape[0]),
+            RANK=_rank_block(rank), BLOCK_R=_NARROW_ROWS, BLOCK_W=_NARROW_COLUMN_BYTES // source.element_size(),
+            num_warps=_WARPS, num_stages=_STAGES,
+        )  # fmt: skip
     return low, kept
 
 
@@ -233,12 +233,12 @@ def add_widened(rows: Tensor, low: Tensor, matrices: Tensor, offs: Tensor, *, ba
     if rows.numel() == 0:
         return
     (n_rows, width), rank = rows.shape, low.shape[1]
-    with on_device_of(rows):
-        _add_kernel[(_tiles(n_rows, offs, _ADD_ROWS), cdiv(width, _ADD_COLUMNS))](
-            rows, low, matrices, offs, width, rank, offs.shape[0],
-            EXPERTS=next_power_of_2(offs.shape[0]), RANK=_rank_block(rank), BLOCK_R=_ADD_ROWS,
-            BLOCK_W=_ADD_COLUMNS, num_warps=_ADD_WARPS, num_stages=1,
-        )  # fmt: skip
+    launch(
+        _add_kernel, (_tiles(n_rows, offs, _ADD_ROWS), cdiv(width, _ADD_COLUMNS)),
+        rows, low, matrices, offs, width, rank, offs.shape[0],
+        EXPERTS=next_power_of_2(offs.shape[0]), RANK=_rank_block(rank), BLOCK_R=_ADD_ROWS,
+        BLOCK_W=_ADD_COLUMNS, num_warps=_ADD_WARPS, num_stages=1,
+    )  # fmt: skip
 
 
 def sum_outer(
@@ -272,12 +272,12 @@ def sum_outer(
         return
     if out.numel() == 0:
         return
-    with on_device_of(source):
-        _outer_kernel[(offs.shape[0] * cdiv(width, _OUTER_COLUMNS), cdiv(rank, _rank_block(rank)))](
-            source, order, low, offs, out, width, rank, source.stride(0), slots, scale, *out.stride(),
-            GATHER=order is not None, RANK=_rank_block(rank), BLOCK_R=_OUTER_ROW_BYTES // source.element_size(),
-            BLOCK_W=_OUTER_COLUMNS, num_warps=_WARPS, num_stages=_STAGES,
-        )  # fmt: skip
+    launch(
+        _outer_kernel, (offs.shape[0] * cdiv(width, _OUTER_COLUMNS), cdiv(rank, _rank_block(rank))),
+        source, order, low, offs, out, width, rank, source.stride(0), slots, scale, *out.stride(),
+        GATHER=order is not None, RANK=_rank_block(rank), BLOCK_R=_OUTER_ROW_BYTES // source.element_size(),
+        BLOCK_W=_OUTER_COLUMNS, num_warps=_WARPS, num_stages=_STAGES,
+    )  # fmt: skip
 
 
 def _source(rows: Tensor | Gathered) -> tuple[Tensor, Tensor | None, int]:

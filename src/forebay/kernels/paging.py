@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from forebay.kernels.launch import INDICES, Backend, cdiv, next_power_of_2, on_device_of, packed, use_triton
+from forebay.kernels.launch import INDICES, Backend, cdiv, launch, next_power_of_2, packed, use_triton
 
 # Elements of `FreePages.state`.
 HEAD, TAIL, SHORT, MOST = 0, 1, 2, 3
@@ -288,11 +288,11 @@ def take_pages(
         _take_reference(stack, wanted, tables)
         return tables
     lives, page_rows, max_pages = (_padded(part) for part in zip(*wanted, strict=True))
-    with on_device_of(stack.pages):
-        _take_kernel[(1,)](
-            stack.pages, stack.state, stack.pages.shape[0], *lives, *page_rows, *max_pages, *_padded(tables),
-            BOTH=len(wanted) == 2, BLOCK=_TABLE_BLOCK, num_warps=4,
-        )  # fmt: skip
+    launch(
+        _take_kernel, (1,),
+        stack.pages, stack.state, stack.pages.shape[0], *lives, *page_rows, *max_pages, *_padded(tables),
+        BOTH=len(wanted) == 2, BLOCK=_TABLE_BLOCK, num_warps=4,
+    )  # fmt: skip
     return tables
 
 
@@ -311,11 +311,11 @@ def give_pages(stack: FreePages, tables: Sequence[Tensor], *, backend: Backend =
     if not use_triton(backend, stack.pages):
         _give_reference(stack, tables)
         return
-    with on_device_of(stack.pages):
-        _give_kernel[(1,)](
-            stack.pages, stack.state, stack.pages.shape[0], *_padded(tables), *_padded([t.numel() for t in tables]),
-            BOTH=len(tables) == 2, BLOCK=_TABLE_BLOCK, num_warps=4,
-        )  # fmt: skip
+    launch(
+        _give_kernel, (1,),
+        stack.pages, stack.state, stack.pages.shape[0], *_padded(tables), *_padded([t.numel() for t in tables]),
+        BOTH=len(tables) == 2, BLOCK=_TABLE_BLOCK, num_warps=4,
+    )  # fmt: skip
 
 
 def stash(tensors: Sequence[Tensor], tables: Sequence[PageTable], *, backend: Backend = "auto") -> None:
@@ -366,12 +366,12 @@ def _move(tensor: Tensor, table: PageTable, to_pages: bool, backend: Backend) ->
     programs = table.pages.numel() * cdiv(fit * row, tile)  # as many as there are tiles, if all rows are live
     if not tensor.is_cuda:
         programs = min(programs, _INTERPRETED_PROGRAMS)
-    with on_device_of(tensor):
-        _move_kernel[(programs,)](
-            tensor.view(-1).view(word), arena.device.view(word), table.pages, table.live, arena.device_pages, arena.host_at,
-            STASH=to_pages, PAGE_WORDS=arena.page_bytes // word.itemsize, ROW_WORDS=row, PAGE_ROWS=fit,
-            WORDS_IN_16=16 // word.itemsize, TILE=tile, num_warps=_WARPS,
-        )  # fmt: skip
+    launch(
+        _move_kernel, (programs,),
+        tensor.view(-1).view(word), arena.device.view(word), table.pages, table.live, arena.device_pages, arena.host_at,
+        STASH=to_pages, PAGE_WORDS=arena.page_bytes // word.itemsize, ROW_WORDS=row, PAGE_ROWS=fit,
+        WORDS_IN_16=16 // word.itemsize, TILE=tile, num_warps=_WARPS,
+    )  # fmt: skip
 
 
 def check_table(table: PageTable) -> None:

@@ -18,8 +18,8 @@ from forebay.kernels.launch import (
     Backend,
     cdiv,
     column_block,
+    launch,
     next_power_of_2,
-    on_device_of,
     packed,
     use_triton,
 )
@@ -122,13 +122,15 @@ def sort_slots(ids: Tensor, num_experts: int, *, backend: Backend = "auto") -> t
     order = torch.empty(n_slots, dtype=torch.int32, device=ids.device)
     inverse = torch.empty(ids.shape, dtype=torch.int32, device=ids.device)
     offs = torch.empty(num_experts, dtype=torch.int32, device=ids.device)
-    with on_device_of(ids):
-        _count_kernel[(n_chunks,)](ids, counts, n_slots, num_experts, n_chunks, BINS=bins, CHUNK=_CHUNK, num_warps=4)
-        ends = counts.view(-1).cumsum(0, dtype=torch.int32)
-        _place_kernel[(cdiv(n_slots, _BLOCK),)](
-            ids, counts, ends, order, inverse, offs, n_slots, num_experts, n_chunks,
-            BINS=bins, BLOCK=_BLOCK, BLOCKS_PER_CHUNK=_BLOCKS_PER_CHUNK, num_warps=4,
-        )  # fmt: skip
+    launch(
+        _count_kernel, (n_chunks,), ids, counts, n_slots, num_experts, n_chunks, BINS=bins, CHUNK=_CHUNK, num_warps=4
+    )
+    ends = counts.view(-1).cumsum(0, dtype=torch.int32)
+    launch(
+        _place_kernel, (cdiv(n_slots, _BLOCK),),
+        ids, counts, ends, order, inverse, offs, n_slots, num_experts, n_chunks,
+        BINS=bins, BLOCK=_BLOCK, BLOCKS_PER_CHUNK=_BLOCKS_PER_CHUNK, num_warps=4,
+    )  # fmt: skip
     return order, inverse, offs
 
 
@@ -223,11 +225,11 @@ def gather_rows(x: Tensor, order: Tensor, offs: Tensor, slots_per_token: int, *,
         return out
     block_h = column_block(width, _GATHER_COLUMNS)
     block_r = _GATHER_TILE // block_h
-    with on_device_of(x):
-        _gather_kernel[(cdiv(n_rows, block_r), cdiv(width, block_h))](
-            x, order, n_live, out, width, x.stride(0), slots_per_token,
-            BLOCK_R=block_r, BLOCK_H=block_h, num_warps=_WARPS,
-        )  # fmt: skip
+    launch(
+        _gather_kernel, (cdiv(n_rows, block_r), cdiv(width, block_h)),
+        x, order, n_live, out, width, x.stride(0), slots_per_token,
+        BLOCK_R=block_r, BLOCK_H=block_h, num_warps=_WARPS,
+    )  # fmt: skip
     return out
 
 
@@ -267,9 +269,9 @@ def combine_rows(rows: Tensor, inverse: Tensor, *, init: Tensor | None = None, b
         return y
     block_h = column_block(width, _COLUMNS)
     block_t = _COLUMNS // block_h
-    with on_device_of(rows):
-        _combine_kernel[(cdiv(n_tokens, block_t), cdiv(width, block_h))](
-            rows, inverse, init, y, n_tokens, width,
-            HAS_INIT=init is not None, K=k, BLOCK_T=block_t, BLOCK_H=block_h, num_warps=_WARPS,
-        )  # fmt: skip
+    launch(
+        _combine_kernel, (cdiv(n_tokens, block_t), cdiv(width, block_h)),
+        rows, inverse, init, y, n_tokens, width,
+        HAS_INIT=init is not None, K=k, BLOCK_T=block_t, BLOCK_H=block_h, num_warps=_WARPS,
+    )  # fmt: skip
     return y

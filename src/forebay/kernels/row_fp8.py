@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from forebay.kernels.launch import Backend, cdiv, on_device_of, packed, use_triton
+from forebay.kernels.launch import Backend, cdiv, launch, packed, use_triton
 
 GROUP = 32
 """Elements of a row that share a scale."""
@@ -144,11 +144,11 @@ def encode_rows(x: Tensor, *, backend: Backend = "auto") -> Tensor:
         return out
     groups = out.shape[1] - width
     blocks = cdiv(groups, _GROUPS)
-    with on_device_of(x):
-        _encode_kernel[(rows * blocks,)](
-            x, out, blocks, groups, width, out.shape[1],
-            NATIVE=converts_natively(x.device), GROUPS=_GROUPS, num_warps=4,
-        )  # fmt: skip
+    launch(
+        _encode_kernel, (rows * blocks,),
+        x, out, blocks, groups, width, out.shape[1],
+        NATIVE=converts_natively(x.device), GROUPS=_GROUPS, num_warps=4,
+    )  # fmt: skip
     return out
 
 
@@ -171,10 +171,10 @@ def decode_rows(rows: Tensor, width: int, *, backend: Backend = "auto") -> Tenso
         return out.copy_(torch.where(numbers.abs() == 448, numbers * torch.inf, finite))
     groups = rows.shape[1] - width
     blocks = cdiv(groups, _GROUPS)
-    with on_device_of(rows):
-        _decode_kernel[(rows.shape[0] * blocks,)](
-            rows, out, blocks, groups, width, rows.shape[1], GROUPS=_GROUPS, num_warps=4
-        )
+    launch(
+        _decode_kernel, (rows.shape[0] * blocks,),
+        rows, out, blocks, groups, width, rows.shape[1], GROUPS=_GROUPS, num_warps=4,
+    )  # fmt: skip
     return out
 
 

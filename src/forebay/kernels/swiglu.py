@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from forebay.kernels.launch import INDICES, Backend, cdiv, column_block, on_device_of, packed, use_triton
+from forebay.kernels.launch import INDICES, Backend, cdiv, column_block, launch, packed, use_triton
 from forebay.kernels.paging import PageTable, check_table, restore, row_places, stash
 from forebay.kernels.row_fp8 import (
     GROUP,
@@ -395,13 +395,13 @@ def swiglu_forward(
     block_r, block_i = _tile(inner)
     words, half, _ = _words(h.dtype, glu)
     place = _place(saved, h.dtype, inner, glu)
-    with on_device_of(h):
-        _forward_kernel[(cdiv(rows, block_r), cdiv(inner, block_i))](
-            words(h), weights, order, offs[-1:], words(bias), row_expert, act, place.words, place.bytes_,
-            place.pages, rows, glu.alpha, glu.limit, **place.sizes, NATIVE=compressed and converts_natively(h.device),
-            N_INNER=inner, CLAMPED=glu.kind == "clamped_swiglu", INTERLEAVED=glu.interleaved, HAS_BIAS=bias is not None,
-            HALF=half, BLOCK_R=block_r, BLOCK_I=block_i, num_warps=_WARPS,
-        )  # fmt: skip
+    launch(
+        _forward_kernel, (cdiv(rows, block_r), cdiv(inner, block_i)),
+        words(h), weights, order, offs[-1:], words(bias), row_expert, act, place.words, place.bytes_,
+        place.pages, rows, glu.alpha, glu.limit, **place.sizes, NATIVE=compressed and converts_natively(h.device),
+        N_INNER=inner, CLAMPED=glu.kind == "clamped_swiglu", INTERLEAVED=glu.interleaved, HAS_BIAS=bias is not None,
+        HALF=half, BLOCK_R=block_r, BLOCK_I=block_i, num_warps=_WARPS,
+    )  # fmt: skip
     return act
 
 
@@ -466,13 +466,13 @@ def swiglu_backward(
     block_r, block_i = _tile(inner)
     words, half, word = _words(dtype, glu)
     place = _place(source, dtype, inner, glu)
-    with on_device_of(da):
-        _backward_kernel[(cdiv(rows, block_r),)](
-            place.words, place.bytes_, da, weights, order, offs[-1:], words(bias), row_expert, words(dh), act, dw,
-            place.pages, rows, glu.alpha, glu.limit, **place.sizes, N_INNER=inner, CLAMPED=glu.kind == "clamped_swiglu",
-            INTERLEAVED=glu.interleaved, HAS_BIAS=bias is not None, WRITE_DH=need_dh, WRITE_ACT=need_act,
-            WRITE_DW=need_dw, HALF=half, WORD=word, BLOCK_R=block_r, BLOCK_I=block_i, num_warps=_WARPS,
-        )  # fmt: skip
+    launch(
+        _backward_kernel, (cdiv(rows, block_r),),
+        place.words, place.bytes_, da, weights, order, offs[-1:], words(bias), row_expert, words(dh), act, dw,
+        place.pages, rows, glu.alpha, glu.limit, **place.sizes, N_INNER=inner, CLAMPED=glu.kind == "clamped_swiglu",
+        INTERLEAVED=glu.interleaved, HAS_BIAS=bias is not None, WRITE_DH=need_dh, WRITE_ACT=need_act,
+        WRITE_DW=need_dw, HALF=half, WORD=word, BLOCK_R=block_r, BLOCK_I=block_i, num_warps=_WARPS,
+    )  # fmt: skip
     return dh, act, dw
 
 

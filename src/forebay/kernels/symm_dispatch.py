@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from forebay.kernels.launch import cdiv, column_block, next_power_of_2, on_device_of, packed
+from forebay.kernels.launch import cdiv, column_block, launch, next_power_of_2, packed
 from forebay.kernels.symm_mem import (
     LIST_BLOCK,
     LISTS,
@@ -374,7 +374,7 @@ def _launch_rows(
             fill = None
         peers.meet()
     at = peers.layout
-    block_rows = at.block_rows()
+    block_rows = at.block_rows
     x, ids, weights, places = fill or (None, None, None, None)
     out, ids_out, weights_out, source, starts = drain or (None, None, None, None, None)
     n_tokens, capacity = (0 if x is None else x.shape[0]), (0 if out is None else out.shape[0])
@@ -394,21 +394,21 @@ def _launch_rows(
     stagers = _programs(x, _STAGERS * peers.programs, tiles)
     tiles = at.ranks * cdiv(min(capacity, at.tokens), block_rows)
     fetchers = _programs(out, _FETCHERS * peers.programs, tiles)
-    with on_device_of(peers.base):
-        _rows_kernel[(lists + stagers + fetchers,)](
-            None if x is None else x.view(torch.int32), ids, weights, places,
-            None if out is None else out.view(torch.int32), ids_out,
-            None if weights_out is None else as_integers("weights", weights_out, peers, capacity),
-            source, starts, peers.base, peers.offsets, peers.state,
-            peers.rank, n_tokens, at.tokens, capacity, slots_max, local_experts, lists, stagers,
-            at.chunk_tokens, peers.timeout_ns,
-            at.half, at.flags_at, at.needs_at, at.rows_at, at.ids_at, at.weights_at, at.lists_at, at.counts_at,
-            FILL=fill is not None, DRAIN=drain is not None, WITH_SLOTS=ids is not None or ids_out is not None,
-            RANKS=at.ranks, LANES=next_power_of_2(at.ranks), K=at.slots, LANES_K=next_power_of_2(at.slots),
-            CHUNKS=at.chunks, LISTS_AT=LISTS, LIST_LANES=at.list_lanes(),
-            WORDS=at.words, BLOCK_R=block_rows, BLOCK_W=at.block_words(), LIST_BLOCK=LIST_BLOCK, SLOT_BLOCK=_SLOT_BLOCK,
-            TAIL=128, WAIT=peers.meet is None, num_warps=_WARPS,
-        )  # fmt: skip
+    launch(
+        _rows_kernel, (lists + stagers + fetchers,),
+        None if x is None else x.view(torch.int32), ids, weights, places,
+        None if out is None else out.view(torch.int32), ids_out,
+        None if weights_out is None else as_integers("weights", weights_out, peers, capacity),
+        source, starts, peers.base, peers.offsets, peers.state,
+        peers.rank, n_tokens, at.tokens, capacity, slots_max, local_experts, lists, stagers,
+        at.chunk_tokens, peers.timeout_ns,
+        at.half, at.flags_at, at.needs_at, at.rows_at, at.ids_at, at.weights_at, at.lists_at, at.counts_at,
+        FILL=fill is not None, DRAIN=drain is not None, WITH_SLOTS=ids is not None or ids_out is not None,
+        RANKS=at.ranks, LANES=next_power_of_2(at.ranks), K=at.slots, LANES_K=next_power_of_2(at.slots),
+        CHUNKS=at.chunks, LISTS_AT=LISTS, LIST_LANES=at.list_lanes,
+        WORDS=at.words, BLOCK_R=block_rows, BLOCK_W=at.block_words, LIST_BLOCK=LIST_BLOCK, SLOT_BLOCK=_SLOT_BLOCK,
+        TAIL=128, WAIT=peers.meet is None, num_warps=_WARPS,
+    )  # fmt: skip
 
 
 def _programs(rows: Tensor | None, most: int, tiles: int) -> int:
@@ -622,7 +622,7 @@ def _launch_sums(
             source = None
         peers.meet()
     at = peers.layout
-    block_rows = at.block_rows()
+    block_rows = at.block_rows
     rows = aligned_rows("rows", rows, peers)
     narrow = None if narrow is None else narrow.contiguous()
     words = None if narrow is None else as_integers("narrow", narrow, peers, rows.shape[0])
@@ -640,15 +640,15 @@ def _launch_sums(
     tiles = (at.ranks - 1) * cdiv(min(rows.shape[0], at.chunk_tokens), block_rows)
     pushers = 0 if source is None else max(1, min(_PUSHERS * peers.programs, tiles))
     adders = 0 if y is None else max(1, min(_ADDERS * peers.programs, n_tokens))
-    with on_device_of(peers.base):
-        _sums_kernel[(pushers + adders,)](
-            rows.view(torch.int32), words, rows, narrow, source, starts,
-            places, init, y, narrow_y, peers.base, peers.offsets, peers.state,
-            peers.rank, at.tokens, n_tokens, pushers, at.chunk_tokens, peers.timeout_ns,
-            at.half, at.flags_at, at.landing_at, at.narrow_at,
-            FILL=source is not None, DRAIN=drain is not None, WITH_INIT=init is not None, WITH_NARROW=narrow is not None,
-            RANKS=at.ranks, LANES=next_power_of_2(at.ranks), K=at.slots, LANES_K=next_power_of_2(at.slots),
-            CHUNKS=at.chunks, WORDS=at.words, BLOCK_R=block_rows, BLOCK_W=at.block_words(),
-            WIDTH=width, BLOCK_H=column_block(width, _SUM_COLUMNS), NARROW_T=128, WAIT=peers.meet is None,
-            num_warps=_WARPS,
-        )  # fmt: skip
+    launch(
+        _sums_kernel, (pushers + adders,),
+        rows.view(torch.int32), words, rows, narrow, source, starts,
+        places, init, y, narrow_y, peers.base, peers.offsets, peers.state,
+        peers.rank, at.tokens, n_tokens, pushers, at.chunk_tokens, peers.timeout_ns,
+        at.half, at.flags_at, at.landing_at, at.narrow_at,
+        FILL=source is not None, DRAIN=drain is not None, WITH_INIT=init is not None, WITH_NARROW=narrow is not None,
+        RANKS=at.ranks, LANES=next_power_of_2(at.ranks), K=at.slots, LANES_K=next_power_of_2(at.slots),
+        CHUNKS=at.chunks, WORDS=at.words, BLOCK_R=block_rows, BLOCK_W=at.block_words,
+        WIDTH=width, BLOCK_H=column_block(width, _SUM_COLUMNS), NARROW_T=128, WAIT=peers.meet is None,
+        num_warps=_WARPS,
+    )  # fmt: skip

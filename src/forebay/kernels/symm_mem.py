@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 import triton
@@ -19,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import globaltimer
 
-from forebay.kernels.launch import cdiv, column_block, next_power_of_2, on_device_of
+from forebay.kernels.launch import cdiv, column_block, launch, next_power_of_2
 
 # A flag in memory holds the number of operations in which its chunk was filled. Flags only grow and are never reset, and the
 # count is on the device (`state`), so a captured CUDA graph can be replayed. Filled regions exist twice and are used in turn:
@@ -74,82 +75,85 @@ class PeerLayout:
                 f"{self.tokens} tokens of {self.slots} slots on {self.ranks} ranks: more than 2**31 rows or slots"
             )
 
-    @property
+    @cached_property
     def words(self) -> int:
         """32-bit words of a row."""
         return self.row_bytes // 4
 
-    @property
+    @cached_property
     def flags_at(self) -> int:
         return 0
 
-    @property
+    @cached_property
     def needs_at(self) -> int:
         return _lines(8 * self.ranks * (_CHUNKS + 1))
 
-    @property
+    @cached_property
     def rows_at(self) -> int:
         return self.needs_at + _lines(8 * self.ranks)
 
-    @property
+    @cached_property
     def ids_at(self) -> int:
         return self.rows_at + _lines(self.tokens * self.row_bytes)
 
-    @property
+    @cached_property
     def weights_at(self) -> int:
         return self.ids_at + _lines(4 * self.tokens * self.slots)
 
-    @property
+    @cached_property
     def lists_at(self) -> int:
         return self.weights_at + _lines(4 * self.tokens * self.slots)
 
-    @property
+    @cached_property
     def counts_at(self) -> int:
         return self.lists_at + _lines(4 * self.tokens * self.ranks)
 
-    @property
+    @cached_property
     def landing_at(self) -> int:
         return self.counts_at + _lines(8 * self.ranks)
 
-    @property
+    @cached_property
     def narrow_at(self) -> int:
         return self.landing_at + self.ranks * self.tokens * self.row_bytes
 
-    @property
+    @cached_property
     def half(self) -> int:
         return _lines(self.narrow_at + 4 * self.ranks * self.tokens * self.slots) - self.rows_at
 
-    @property
+    @cached_property
     def total(self) -> int:
         """Bytes to allocate on each rank."""
         return self.rows_at + 2 * self.half
 
-    @property
+    @cached_property
     def state_size(self) -> int:
         """Elements of `PeerMemory.state`."""
-        return LISTS + self.ranks * self.list_lanes()
+        return LISTS + self.ranks * self.list_lanes
 
-    @property
+    @cached_property
     def chunk_tokens(self) -> int:
         """Tokens, or positions in a list of tokens, per chunk; a multiple of a tile's rows."""
         chunks = max(1, min(_CHUNKS, self.tokens * self.row_bytes // self.chunk_bytes))
         return -(-self.tokens // (chunks * _TILE_ROWS)) * _TILE_ROWS
 
-    @property
+    @cached_property
     def chunks(self) -> int:
         return -(-self.tokens // self.chunk_tokens)
 
+    @cached_property
     def list_lanes(self) -> int:
         """Blocks of LIST_BLOCK tokens, rounded up to a power of two."""
         return next_power_of_2(cdiv(self.tokens, LIST_BLOCK))
 
+    @cached_property
     def block_words(self) -> int:
         """Words of a row that a program moves at once, a power of two."""
         return column_block(self.words, _BLOCK_WORDS)
 
+    @cached_property
     def block_rows(self) -> int:
         """Rows that a program moves at once."""
-        return min(_TILE_ROWS, _TILE_WORDS // self.block_words())
+        return min(_TILE_ROWS, _TILE_WORDS // self.block_words)
 
 
 def _lines(size: int) -> int:
@@ -349,10 +353,10 @@ def read_counts(peers: PeerMemory) -> Tensor:
     counts = torch.empty((at.ranks, 2), dtype=torch.int32, device=peers.base.device)
     if peers.meet is not None:
         peers.meet()
-    with on_device_of(counts):
-        _counts_kernel[(1,)](
-            counts, peers.base, peers.state, peers.timeout_ns, at.half, at.flags_at, at.counts_at,
-            RANKS=at.ranks, LANES=next_power_of_2(2 * at.ranks), CHUNKS=at.chunks, WAIT=peers.meet is None,
-            num_warps=1,
-        )  # fmt: skip
+    launch(
+        _counts_kernel, (1,),
+        counts, peers.base, peers.state, peers.timeout_ns, at.half, at.flags_at, at.counts_at,
+        RANKS=at.ranks, LANES=next_power_of_2(2 * at.ranks), CHUNKS=at.chunks, WAIT=peers.meet is None,
+        num_warps=1,
+    )  # fmt: skip
     return counts

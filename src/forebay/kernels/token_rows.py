@@ -21,7 +21,7 @@ from forebay.kernels.launch import (
     Backend,
     cdiv,
     column_block,
-    on_device_of,
+    launch,
     packed,
     use_triton,
 )
@@ -120,9 +120,10 @@ def add_token_rows(total: Tensor, ids: Tensor, rows: Tensor, *, backend: Backend
     columns = column_block(width, _COLUMNS)
     grid = cdiv(n, _CHUNK), cdiv(width, columns)
     parts = total.new_empty(grid[0], 2, width)
-    with on_device_of(total):
-        _chunk_kernel[grid](total, keys, order, rows, parts, n, width, CHUNK=_CHUNK, COLUMNS=columns, num_warps=_WARPS)
-        _long_run_kernel[grid](total, keys, parts, n, width, CHUNK=_CHUNK, COLUMNS=columns, num_warps=_WARPS)
+    launch(
+        _chunk_kernel, grid, total, keys, order, rows, parts, n, width, CHUNK=_CHUNK, COLUMNS=columns, num_warps=_WARPS
+    )
+    launch(_long_run_kernel, grid, total, keys, parts, n, width, CHUNK=_CHUNK, COLUMNS=columns, num_warps=_WARPS)
 
 
 def workspace_bytes(tokens: int, width: int) -> int:

@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -99,6 +101,39 @@ def test_deferred_is_at_once(ids: str, gpt_oss: bool, save_h: bool, dtype: torch
     whole = at_once(case, dy, save_h=save_h)
     assert_same_bits(deferred(case, dy, save_h=save_h), whole)
     assert_same_bits(at_once(case, dy, save_h=save_h, deferred=WeightGradients()), whole)
+
+
+class Seen(TorchDispatchMode):
+    """The operations of Forebay that reach the dispatcher, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names |= {func.__name__} if func.namespace == "forebay" else set()
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("save_h", [True, False])
+def test_operations_go_around_the_dispatcher_unless_something_watches_them(save_h: bool) -> None:
+    case, dy = make(IDS["sentinels"]()).to(torch.float32), torch.randn(T, H)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        unwatched = deferred(case, dy, save_h=save_h)
+    assert not [event.key for event in profiler.key_averages() if event.key.startswith("forebay::")]
+    with Seen() as seen:
+        watched = deferred(case, dy, save_h=save_h)
+    assert seen.names == {"experts.default", "experts_backward.default", "experts_weight_backward.default"}
+    assert_same_bits(watched, unwatched)
+
+
+def test_without_the_dispatcher_an_h_that_was_written_over_is_of_another_version() -> None:
+    case = make(IDS["sentinels"]()).to(torch.float32)
+    y = case.run(deferred=WeightGradients())
+    h = y.grad_fn.saved_tensors[1]
+    before = h._version
+    y.sum().backward()
+    assert h._version > before
 
 
 @pytest.mark.parametrize("save_h", [True, False])

@@ -34,6 +34,7 @@ from forebay.moe.experts_op import (
     is_written_over,
     refuse_second_derivative,
     saved_for_backward,
+    undispatched,
 )
 from forebay.moe.low_rank import LowRank
 from forebay.moe.routing import Routing, check_routed
@@ -276,9 +277,8 @@ class _Experts(torch.autograd.Function):
         saves_x, saves_h = saved_for_backward(call.needs, call.save_h)
         parameters = ExpertParameters(gate_up, down, gate_up_bias, down_bias)
         if pages is None:
-            y, h, *routing = experts_op(
-                x, ids, weights, *parameters[:4], *call.settings, call.save_h, call.max_rows, *NO_UPDATES, *NO_EDGE
-            )
+            settings = *call.settings, call.save_h, call.max_rows, *NO_UPDATES, *NO_EDGE
+            y, h, *routing = undispatched(experts_op, x, ids, weights, *parameters[:4], *settings)
         else:
             # Without a bound, x holds this rank's own tokens, which other modules save as well: moving them frees nothing.
             moves_x = saves_x and call.max_rows is not None
@@ -324,7 +324,7 @@ def _backward(ctx: Any, dy: Tensor, defer: bool) -> tuple[list[Tensor | None], l
     if paged is None:
         h = consumable(h)
         settings = (*parameters[:4], *call.settings, *call.needs[:6], defer, *NO_UPDATES, *call.needs[6:])
-        computed = experts_backward_op(dy, x, h, *routing, weights, *settings)
+        computed = undispatched(experts_backward_op, dy, x, h, *routing, weights, *settings)
     else:
         x = paged.load_x if x is None else x
         computed = experts_backward(

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forebay.moe.experts_op import GateUpEdge, add_weight_gradient, experts_weight_backward_op
+from forebay.moe.experts_op import GateUpEdge, add_weight_gradient, experts_weight_backward_op, undispatched
 
 Sum = Callable[[], Tensor | None]
 """Returns the sum to which a weight's gradient is added, of the weight's shape; None to let autograd accumulate it."""
@@ -88,7 +88,8 @@ class WeightGradientOperands:
         self._version = tokens._version if isinstance(tokens, Tensor) else None
 
     def __call__(self) -> Tensor:
-        return experts_weight_backward_op(*self._take())
+        gradient: Tensor = undispatched(experts_weight_backward_op, *self._take())
+        return gradient
 
     def add_to(self, total: Tensor) -> None:
         """Add the gradient to `total`."""
@@ -240,4 +241,4 @@ class _GateUpGradient(torch.autograd.Function):
         if dh is None:
             return (None,) * 5
         operands = x, dh, order.view(torch.int32), offs.view(torch.int32)
-        return experts_weight_backward_op(*operands, *ctx.arguments), None, None, None, None
+        return undispatched(experts_weight_backward_op, *operands, *ctx.arguments), None, None, None, None

@@ -100,11 +100,12 @@ def test_loss_and_gradient_are_those_of_transformers(family, tokens):
     wanted = gradients(expected)
     with stats.recording():
         model(tokens)
+    # Not to the bit: transformers sums choice by choice.
     loss = stats.load_balancing_loss()
-    assert torch.equal(loss, expected)
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
     got = gradients(loss)
     assert len(got) == len(wanted) > 0
-    assert all(map(torch.equal, got, wanted))
+    torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-8)
 
 
 def test_loss_of_several_forwards_is_that_of_all_their_tokens(model, tokens):
@@ -185,6 +186,23 @@ def test_a_single_choice_of_none() -> None:
     chosen = torch.zeros(4).index_add(0, one[one >= 0], torch.ones(13)) / 7
     expected = 4 * (chosen * logits.softmax(-1).mean(0)).sum()
     torch.testing.assert_close(balance_loss([(logits, one)]), expected)
+
+
+def test_layers_that_are_computed_together_count_alike() -> None:
+    """More than are computed together, of several lengths. Within 1e-5 of fp64: sums of 60 tokens in fp32."""
+    parts = [routed(seed) for seed in range(11)]
+    parts = [(logits.detach()[: 4 + n % 4].requires_grad_(), ids[: 4 + n % 4]) for n, (logits, ids) in enumerate(parts)]
+    parts[3][1][2] = -1
+    exact = [logits.detach().double().requires_grad_() for logits, _ in parts]
+    shares, ids = torch.cat(exact).softmax(-1), torch.cat([ids for _, ids in parts])
+    live = ids[:, 0] >= 0
+    chosen = torch.bincount(ids[live].reshape(-1), minlength=4) / live.sum()
+    expected = 4 * (chosen * shares[live].mean(0)).sum()
+    loss = balance_loss(parts)
+    torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=0)
+    found = torch.autograd.grad(loss, [logits for logits, _ in parts])
+    for got, want in zip(found, torch.autograd.grad(expected, exact), strict=True):
+        torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=1e-8)
 
 
 def test_no_tokens_balance() -> None:

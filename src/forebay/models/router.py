@@ -207,13 +207,18 @@ class RouterStats:
         return torch.zeros(weight.shape[0], dtype=torch.int64, device=weight.device)
 
 
+# Layers that are computed together: a layer alone takes the host 15 launches forward and as many backward, all layers together
+# two copies of all their logits in fp32 more memory.
+_LAYERS = 8
+
+
 def balance_loss(router_outputs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     """The auxiliary loss of Switch Transformer: E * sum over experts of (share of choices) * (mean probability).
 
     A token whose ids are all -1 (padding) does not count. The loss of no tokens is 0, with gradients of 0.
 
     Args:
-        router_outputs: (logits [T, E], ids [T, K]) of each router; tokens of all layers count alike. T may be 0.
+        router_outputs: (logits [T, E], ids [T, K]) of each router, of one K; tokens of all layers count alike. T may be 0.
 
     Raises:
         ValueError: no router, or routers with different numbers of experts.
@@ -221,16 +226,17 @@ def balance_loss(router_outputs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     if not router_outputs:
         raise ValueError("balance_loss of no router: give (logits, ids) of at least one")
     device, experts = router_outputs[0][0].device, router_outputs[0][0].shape[1]
-    chosen = torch.zeros(experts, device=device)
-    probability = torch.zeros(experts, device=device)
-    rows = torch.zeros((), device=device)
-    for logits, ids in router_outputs:
+    for logits, _ in router_outputs:
         if logits.shape[1] != experts:
             raise ValueError(
                 f"a router has {logits.shape[1]} experts, the first one {experts}: compute their losses separately"
             )
-        shares = logits.to(device).softmax(-1).float()
-        ids = ids.to(device)
+    chosen = torch.zeros(experts, device=device)
+    probability = torch.zeros(experts, device=device)
+    rows = torch.zeros((), device=device)
+    for first in range(0, len(router_outputs), _LAYERS):
+        logits, ids = (_joined(parts, device) for parts in zip(*router_outputs[first : first + _LAYERS], strict=True))
+        shares = logits.softmax(-1).float()
         choices = (ids >= 0).float()  # without asking the device whether there is a -1
         tokens = choices.amax(1, keepdim=True)
         chosen = chosen.scatter_add(0, ids.reshape(-1).clamp(min=0), choices.reshape(-1))
@@ -238,6 +244,10 @@ def balance_loss(router_outputs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
         rows = rows + tokens.sum()
     rows = rows.clamp(min=torch.finfo(torch.float32).tiny)  # 0 / 0 would be NaN
     return torch.sum((chosen / rows) * (probability / rows)) * experts
+
+
+def _joined(parts: Sequence[Tensor], device: torch.device) -> Tensor:
+    return torch.cat([part.to(device) for part in parts])
 
 
 def _bias(block: MoeBlock) -> Tensor | None:

@@ -69,21 +69,30 @@ def compile_sublayer(sublayer: Callable[..., Any], *, attention: bool = False) -
     # which is freed with the function.
     code = sublayer.__code__.replace()  # type: ignore[attr-defined]
     own = types.FunctionType(code, sublayer.__globals__, sublayer.__name__)  # type: ignore[attr-defined]
-    compiled = torch.compile(own, fullgraph=True, dynamic=False, backend=_inductor)
+
+    def backend(graph: GraphModule, inputs: Sequence[Any]) -> Any:
+        # Dynamo's graph has attention as one call, which becomes that of a kernel in here.
+        with attention_backends() if attention else nullcontext():
+            return _inductor(graph, inputs)
+
+    compiled = torch.compile(own, fullgraph=True, dynamic=False, backend=backend)
+    # `config.patch` makes a class in each call, which takes the host 40 microseconds.
+    allow_most_graphs = torch._dynamo.config._make_closure_patcher(recompile_limit=_MOST_GRAPHS)
 
     @wraps(sublayer)
     def call(*args: Any, **kwargs: Any) -> Any:
-        backends = attention_backends() if attention else nullcontext()
-        with torch._dynamo.config.patch(recompile_limit=_MOST_GRAPHS), backends:
-            try:
-                return compiled(*args, **kwargs)
-            except torch._dynamo.exc.Unsupported as error:
-                layer = next((type(a).__name__ for a in args if isinstance(a, torch.nn.Module)), "the model")
-                raise RuntimeError(
-                    f"{sublayer.__name__} of {layer} cannot be compiled as one graph ({str(error).splitlines()[0]}); manage the "
-                    "model with compile=False (memory.compile = false), or without what the error above names, such as an "
-                    "adapter of a kind that torch.compile cannot trace"
-                ) from error
+        restore = allow_most_graphs()
+        try:
+            return compiled(*args, **kwargs)
+        except torch._dynamo.exc.Unsupported as error:
+            layer = next((type(a).__name__ for a in args if isinstance(a, torch.nn.Module)), "the model")
+            raise RuntimeError(
+                f"{sublayer.__name__} of {layer} cannot be compiled as one graph ({str(error).splitlines()[0]}); manage the "
+                "model with compile=False (memory.compile = false), or without what the error above names, such as an "
+                "adapter of a kind that torch.compile cannot trace"
+            ) from error
+        finally:
+            restore()
 
     return call
 

@@ -190,6 +190,15 @@ def test_one_rank_is_bitwise_plain_autograd(name: str, count: int) -> None:
     assert losses is not None and torch.equal(losses, expected) and equal(net.take_gradients(), grads)
 
 
+def test_backwards_wake_no_other_thread() -> None:
+    """Autograd runs a GPU's nodes on a thread of its own, where it is not told otherwise."""
+    seen = []
+    watcher = SimpleNamespace(began=lambda _: seen.append(torch._C._is_multithreading_enabled()), ended=lambda _: None)
+    net_of().runtime(make_plan(SCHEDULES[0], 1, 2)).run(tokens(2), like, watcher=watcher)
+    assert seen and not any(seen)
+    assert torch._C._is_multithreading_enabled()
+
+
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_two_ranks_are_bitwise_plain_autograd(name: str) -> None:
     net, microbatches = net_of(), tokens(COUNT)

@@ -273,13 +273,15 @@ class PipelineRuntime:
         step = _RuntimeStep(self, microbatches, like)
         self.context.enter()
         try:
-            for action in self.plan.actions[self.rank]:
-                step.receive(action)
-                if watcher is not None:
-                    watcher.began(action)
-                step.perform(action)
-                if watcher is not None:
-                    watcher.ended(action)
+            # Backwards on this thread: autograd's own thread of a GPU would be woken and waited for in each of a layer's three.
+            with torch.autograd.set_multithreading_enabled(False):
+                for action in self.plan.actions[self.rank]:
+                    step.receive(action)
+                    if watcher is not None:
+                        watcher.began(action)
+                    step.perform(action)
+                    if watcher is not None:
+                        watcher.ended(action)
             if self.links is not None:
                 self.links.finish()
         except BaseException:

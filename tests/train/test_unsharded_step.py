@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
 
+from forebay.moe.wgrad import WeightEdges, no_sums
 from forebay.pipeline.model import CutModel
 from forebay.train.distributed import Mesh
 from forebay.train.trainer import Trainer
@@ -153,3 +154,32 @@ def test_the_embeddings_sum_is_made_in_the_memory_of_the_heads(tmp_path: Path, v
         # Weights in groups of their own, head, embedding and last norm, are sent from where they are.
         assert (1 in found["copied"]) == (found["ends"] and vocabulary % 2 == 1 and replicate == 1)
         assert not found["copied"] or replicate == 1
+
+
+def added_to_experts(rank: int, world: int, folder: str, reshard: bool) -> dict[str, Any]:
+    """Whether the experts' gradients are those that autograd accumulates, and how many of them it is given."""
+    settings = config(
+        folder,
+        model={"dtype": "float32", "compute": "bfloat16"},
+        train={"batch": 8, "microbatch": 1, "steps": 2},
+        parallel={"pp": 1, "ep": 2, "dispatch": "nccl", "gradients": "compute", "reshard": reshard, "overlap": True},
+    )
+    of, given = {}, {}
+    with Mesh.open(settings) as mesh, Trainer(settings, mesh) as trainer:
+        for kind in ("sums", "autograd"):
+            trainer.engine._deferred.store.sums = (
+                no_sums if kind == "autograd" else trainer.engine._unsharded.expert_sum
+            )
+            trainer.optimizer.zero_grad(set_to_none=True)
+            with mock.patch.object(WeightEdges, "run", autospec=True, side_effect=WeightEdges.run) as runs:
+                trainer.gradients(1)
+            given[kind] = sum(gradient is not None for call in runs.call_args_list for gradient in call.args[1:])
+            of[kind] = gradients(trainer.model)
+    return {"given": given, "differing": differing(of["sums"], of["autograd"])}
+
+
+@pytest.mark.parametrize("reshard", [False, True])
+def test_sums_of_the_experts_own_dtype_get_the_bits_that_autograd_accumulates(tmp_path: Path, reshard: bool) -> None:
+    for found in run_ranks(added_to_experts, 2, write_text(tmp_path), reshard):
+        assert found["given"]["sums"] == 0 < found["given"]["autograd"]
+        assert not found["differing"]

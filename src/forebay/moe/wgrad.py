@@ -42,8 +42,8 @@ class WeightGradients:
     A backward pass within `collecting` appends one callable for each experts call; any other computes all gradients at once.
 
     Attributes:
-        sums: takes gate_up or down as it was given to an experts call and returns its `Sum`. A deferred gradient with a sum is
-            added to it without being stored or rounded (`add_weight_gradient`), and no hook of the parameter runs.
+        sums: takes gate_up or down as it was given to an experts call and returns its `Sum`. A deferred gradient is added to a
+            wider sum without being stored or rounded (`add_weight_gradient`), and no hook of the parameter runs.
         pending: the list that `collecting` returned, None outside of it.
     """
 
@@ -92,8 +92,12 @@ class WeightGradientOperands:
         return gradient
 
     def add_to(self, total: Tensor) -> None:
-        """Add the gradient to `total`."""
-        add_weight_gradient(total, *self._take())
+        """Add the gradient to `total`; rounded first, as by autograd, if `total` has 16 bits."""
+        if total.dtype.itemsize > 2:
+            add_weight_gradient(total, *self._take())
+        else:
+            with torch.no_grad():
+                total.add_(self())
 
     def _take(self) -> tuple[Any, ...]:
         (tokens, *others), self._operands = self._operands, ()

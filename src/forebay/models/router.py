@@ -191,7 +191,7 @@ class RouterStats:
 
     def _count(self, block: MoeBlock, router: nn.Module, inputs: Any, output: Any) -> None:
         logits, ids = block.routing.logits_and_ids(output)
-        self._add(block.path, _count(ids.detach(), logits.shape[1]).to(torch.int64))
+        self._counts[block.path] = _counted(self._count_of(block), ids.detach())
         if self.measures_entropy:
             self._add(block.path + _ENTROPY, _entropy(logits.detach(), ids))
 
@@ -255,11 +255,10 @@ def _bias(block: MoeBlock) -> Tensor | None:
     return bias if isinstance(bias, Tensor) else None
 
 
-def _count(ids: Tensor, experts: int) -> Tensor:
-    """How often each expert is in `ids`: int64 [E]. `bincount` would synchronize with the device."""
+def _counted(counts: Tensor, ids: Tensor) -> Tensor:
+    """`counts` [E], int64, and how often each expert is in `ids`. `bincount` would synchronize with the device."""
     flat = ids.reshape(-1)
-    none = torch.zeros(experts, dtype=torch.int64, device=ids.device)
-    return none.scatter_add_(0, flat.clamp(min=0), (flat >= 0).to(torch.int64))
+    return counts.scatter_add(0, flat.clamp(min=0), (flat >= 0).to(torch.int64))
 
 
 def _entropy(logits: Tensor, ids: Tensor) -> Tensor:

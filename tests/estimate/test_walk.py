@@ -18,6 +18,7 @@ from forebay.estimate.run_memory import WORKSPACE
 from forebay.estimate.state import Sharing, weight_shapes
 from forebay.estimate.trace import base_path, trace_model
 from forebay.estimate.types import (
+    MATMUL,
     EXPERTS_BEGIN,
     EXPERTS_END,
     FINAL_NORM_END,
@@ -186,6 +187,16 @@ def test_masks_are_held_until_the_first_layer_has_run_backward() -> None:
 
 
 ENGINE = Sharing(sharded=False, parameter=2, compute=2, gathered=True, random=False)
+
+
+@pytest.mark.parametrize(("sharing", "workspaces"), [(ALONE, 2), (ENGINE, 1)])
+def test_an_engines_backwards_use_the_workspace_of_its_forwards(sharing: Sharing, workspaces: int) -> None:
+    """They run on the thread of its forwards, others on one of autograd's."""
+    sublayer = part(0, "l.0.mlp", MIB, MIB)
+    product = replace(sublayer.events, backward=((-1, MATMUL), *sublayer.events.backward))
+    run = AllocatorRun(replace(rank([replace(sublayer, events=product)]), sharing=sharing))
+    run.gradients()
+    assert len(run._workspaces) == workspaces
 
 
 def test_overlapped_layers_without_transfers_take_turns_as_with_them(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from forebay.estimate.rank_run import RankRun, StepLevel
 
 WORKSPACE = 32 << 20
 """Bytes of cuBLAS's workspace on Hopper for each handle and stream (`CUBLAS_WORKSPACE_CONFIG`, torch's notes on CUDA): one of the
-thread that runs forward, one of autograd's."""
+thread that runs forward, and without an engine one of autograd's."""
 _NOTHING: Mapping[str, Any] = MappingProxyType({})
 
 

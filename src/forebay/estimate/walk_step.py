@@ -373,7 +373,7 @@ class StepWalk:
         """Play events on blocks; in an engine yields after each transfer.
 
         Args:
-            thread: whose cuBLAS workspace is used; 1 is autograd's.
+            thread: whose cuBLAS workspace is used; 1 is autograd's, which only runs without an engine have.
             on_mark: called at marks; that of `ALL_TO_ALL_END` when the experts' weight gradients have been made.
             stop: a mark where a computation of an engine's MoE layer ends if nothing is transferred. What the operation before it
                 read alone is freed first.
@@ -415,7 +415,7 @@ class StepWalk:
         self, mark: int, part: Part, thread: int, transfers: int, on_mark: Mapping[int, Callable[[], None]]
     ) -> None:
         if mark == MATMUL:
-            self._memory.workspace(thread)
+            self._memory.workspace(0 if self._run.engine else thread)  # an engine's backwards have no thread of their own
         elif mark in (FINAL_NORM_END, PAGES) and mark in on_mark:
             on_mark[mark]()
         elif mark == ALL_TO_ALL_BEGIN and transfers:

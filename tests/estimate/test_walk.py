@@ -18,10 +18,10 @@ from forebay.estimate.run_memory import WORKSPACE
 from forebay.estimate.state import Sharing, weight_shapes
 from forebay.estimate.trace import base_path, trace_model
 from forebay.estimate.types import (
-    MATMUL,
     EXPERTS_BEGIN,
     EXPERTS_END,
     FINAL_NORM_END,
+    MATMUL,
     PartEvents,
     PartTrace,
     Shape,

@@ -10,23 +10,20 @@ from tests.train.common import GPU_SIZES, config, write_text
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("graph", [False, True])
-def test_a_trainers_segments_grow(tmp_path: Path, graph: bool) -> None:
+def test_a_trainers_segments_grow(tmp_path: Path) -> None:
     from forebay.train.trainer import Trainer
 
     settings = config(
         write_text(tmp_path, 4000),
         {**GPU_SIZES, "vocab_size": 512, "num_hidden_layers": 2},
-        train={"batch": 2, "sequence": 256, "steps": 5},
-        memory={"graph": graph},
+        train={"batch": 2, "sequence": 256, "steps": 2},
         device={"type": "cuda", "threads": 0},
     )
     held = fill_free_parts()  # what other tests left
     before = _segments()
     with Trainer(settings) as trainer:
-        for number in range(1, 6):
+        for number in (1, 2):
             trainer.step(number)
-        assert (trainer.cuda_graph is not None and trainer.cuda_graph.is_captured) == graph
         new = {address: grows for address, grows in _segments().items() if address not in before}
         assert new and all(new.values())
     other = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")

@@ -174,7 +174,7 @@ def test_an_unknown_backend_is_refused() -> None:
 class _Kernel:
     """A Triton kernel of another device: its launches, and those of what it compiles."""
 
-    arg_names = ("x_ptr", "y_ptr", "n", "scale", "BLOCK")
+    arg_names = ("x_ptr", "y_ptr", "n", "scale", "BLOCK", "WIDE")
 
     def __init__(self) -> None:
         self.fn = lambda: None
@@ -201,10 +201,10 @@ class _Compiled(CompiledKernel):
 def test_a_launch_like_an_earlier_one_goes_to_its_compiled_kernel() -> None:
     kernel = _Kernel()
     x, y = torch.zeros(64), torch.ones(64)
-    launch(kernel, (3,), x, None, 7, 1.5, BLOCK=8, num_warps=4)
-    launch(kernel, (3,), y[4:], None, 7, 1.5, BLOCK=8, num_warps=4)  # 16 bytes further on
+    launch(kernel, (3,), x, None, 7, 1.5, num_warps=4, WIDE=True, BLOCK=8)
+    launch(kernel, (3,), y[4:], None, 7, 1.5, num_warps=4, WIDE=True, BLOCK=8)  # 16 bytes further on
     assert kernel.launched == [((3,), x, None, 7, 1.5)]
-    assert kernel.relaunched == [((3, 1, 1), y.data_ptr() + 16, None, 7, 1.5, 8)]
+    assert kernel.relaunched == [((3, 1, 1), y.data_ptr() + 16, None, 7, 1.5, 8, True)]
 
 
 @pytest.mark.parametrize(
@@ -215,6 +215,7 @@ def test_a_launch_like_an_earlier_one_goes_to_its_compiled_kernel() -> None:
         {"x": torch.zeros(64, dtype=torch.int32)},
         {"y": torch.zeros(64)},
         {"n": 1},
+        {"n": 7.0},
         {"n": 16},
         {"n": 2**31},
         {"scale": 2.5},
@@ -236,7 +237,7 @@ def test_a_launch_unlike_the_earlier_ones_asks_triton(other: dict[str, Any]) -> 
     }
     for call in (first, first | other):
         grid, x, y, n, scale, *_ = call.values()
-        launch(kernel, grid, x, y, n, scale, BLOCK=call["BLOCK"], num_warps=call["num_warps"])
+        launch(kernel, grid, x, y, n, scale, BLOCK=call["BLOCK"], WIDE=False, num_warps=call["num_warps"])
     assert len(kernel.launched) == 2
     assert not kernel.relaunched
 

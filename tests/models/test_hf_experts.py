@@ -134,3 +134,10 @@ def test_quantized_experts_are_left_alone() -> None:
     with pytest.warns(UserWarning, match=r"own experts: down_proj .* is quantized \(torch.float8_e4m3fn\)") as caught:
         forebay.manage(model)
     assert len(caught) == 1 and not any(hf_experts.uses_forebay(block.experts) for block in blocks)
+
+
+def test_a_class_of_parameters_is_not_quantized() -> None:
+    experts = nn.Module()
+    experts.weight = type("Own", (nn.Parameter,), {})(torch.randn(2, 2, 2))
+    assert type(experts.weight) is not nn.Parameter
+    assert hf_experts.quantized_weight(experts) is None

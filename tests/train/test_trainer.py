@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
@@ -128,10 +129,15 @@ def test_segments_may_grow_from_the_build_to_the_end(
         seen.append("end")
 
     monkeypatch.setattr("forebay.train.trainer.expandable_segments", context)
-    monkeypatch.setattr(Trainer, "_build", lambda *_: seen.append("build"))
-    monkeypatch.setattr(Trainer, "close", lambda trainer: trainer._end())
+    build = Trainer._build
+
+    def noted(trainer: Trainer, *given: Any) -> None:
+        seen.append("build")
+        build(trainer, *given)
+
+    monkeypatch.setattr(Trainer, "_build", noted)
     with Trainer(tiny(device={"expandable_segments": wanted})):
-        assert seen == [(wanted, torch.device("cpu")), "build"]
+        assert seen == [(wanted, CPU), "build"]
     assert seen[2:] == ["end"]
 
 

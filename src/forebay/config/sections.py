@@ -303,8 +303,8 @@ class Device:
     threads: int = key(0, "CPU threads; 0 leaves torch's default.", low=0, high=1024)
     expandable_segments: bool = key(
         True,
-        "Let segments of torch's CUDA allocator grow, which reserves less memory; false, or a value in PYTORCH_ALLOC_CONF, "
-        "leaves torch's setting.",
+        "Let segments of torch's CUDA allocator grow, which reserves less memory. It leaves torch's setting if false, or if "
+        "PYTORCH_ALLOC_CONF names expandable_segments or a backend, which a plan does not read.",
     )
 
 

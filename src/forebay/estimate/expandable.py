@@ -80,8 +80,10 @@ class ExpandableAllocator(CachingAllocator):
         at = bisect_left(keys, size << ADDRESS_BITS)
         if at == len(keys):
             return self._grow(pool, size)
-        while at + 1 < len(keys) and pool.room(keys[at + 1]) < pool.room(keys[at]):
-            at += 1
+        after = pool.blocks[keys[at]].after
+        if after is not None and not after.mapped:  # any other has no more room than the next larger one
+            while at + 1 < len(keys) and pool.room(keys[at + 1]) < pool.room(keys[at]):
+                at += 1
         return pool.blocks.pop(keys.pop(at))
 
     def _grow(self, pool: _ExpandableBlocks, size: int) -> Block:

@@ -92,12 +92,13 @@ _MOST_LAUNCHES = 1024  # of one kernel: exact sizes, which differ from call to c
 def launch(kernel: Any, grid: tuple[int, ...], *args: Tensor | int | float | None, **constants: Any) -> None:
     """`kernel[grid](*args, **constants)` on the device of the tensors, where Triton itself takes the current one.
 
-    Triton finds out in every launch which compiled kernel it needs, which takes the host longer than the launch. A launch like
-    an earlier one goes to its compiled kernel: same sizes, strides and constants, and addresses that differ by multiples of 16
-    bytes, as Triton compiles for aligned ones. Whether a number is an int or a float must not change from launch to launch.
+    Triton finds out in every launch which compiled kernel it needs, which takes the host longer than the launch. So launches that
+    are alike go to the kernel that was compiled for the first of them. They are if device, grid, dtypes, all numbers and
+    constants are equal, and each tensor's address modulo 16 bytes: Triton compiles other code for addresses it can divide by 16.
 
     Args:
-        args: the kernel's first parameters, one a tensor.
+        args: the kernel's first parameters; at least one is a tensor, and all tensors are on one device. What the kernel has
+            to know of their shapes and strides is among the numbers.
         constants: its other parameters by name, and Triton's options.
     """
     # The kernel owns them, as it owns what Triton has compiled.
@@ -111,7 +112,7 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Tensor | int | float | Non
             key += arg.dtype, address % 16
             values.append(address)
         else:
-            key.append(arg)
+            key += type(arg), arg  # 7 == 7.0, but other code
             values.append(arg)
     assert tensor is not None
     device = tensor.get_device()
@@ -122,11 +123,11 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Tensor | int | float | Non
             run, others = found
             run(*values, *others)
             return
+        others = tuple(constants[name] for name in kernel.arg_names[len(args) :])
         compiled = kernel[grid](*args, **constants)
         if isinstance(compiled, CompiledKernel):  # None from Triton's interpreter
             if len(launches) >= _MOST_LAUNCHES:
                 launches.clear()
-            others = tuple(constants[name] for name in kernel.arg_names[len(args) :])
             launches[like] = compiled[(*grid, 1, 1)], others
 
 

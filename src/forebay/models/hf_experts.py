@@ -246,11 +246,9 @@ def quantized_weight(experts: nn.Module) -> str | None:
     for name, weight in experts.named_parameters():
         with torch.no_grad():  # a DTensor's `detach`, and its `to_local` with gradients, take the host 50 microseconds
             tensor = local(weight)
-        if (
-            type(tensor) not in (Tensor, nn.Parameter, FakeTensor)
-            or not tensor.is_floating_point()
-            or tensor.dtype.itemsize < 2
-        ):
+        if type(tensor) is not Tensor:  # a parameter, maybe of a class of its own that `detach` takes off
+            tensor = tensor.detach()
+        if type(tensor) not in (Tensor, FakeTensor) or not tensor.is_floating_point() or tensor.dtype.itemsize < 2:
             kind = type(weight).__name__ if type(weight) is not nn.Parameter else str(tensor.dtype)
             return f"{name} of {type(experts).__name__} is quantized ({kind})"
     return None

@@ -191,7 +191,10 @@ class RouterStats:
 
     def _count(self, block: MoeBlock, router: nn.Module, inputs: Any, output: Any) -> None:
         logits, ids = block.routing.logits_and_ids(output)
-        self._counts[block.path] = _counted(self._count_of(block), ids.detach())
+        counts = self._counts.get(block.path)
+        if counts is None:
+            counts = torch.zeros(logits.shape[1], dtype=torch.int64, device=ids.device)
+        self._counts[block.path] = _counted(counts, ids.detach())
         if self.measures_entropy:
             self._add(block.path + _ENTROPY, _entropy(logits.detach(), ids))
 
@@ -207,9 +210,9 @@ class RouterStats:
         return torch.zeros(weight.shape[0], dtype=torch.int64, device=weight.device)
 
 
-# Layers that are computed together: a layer alone takes the host 15 launches forward and as many backward, all layers together
-# two copies of all their logits in fp32 more memory.
-_LAYERS = 8
+# Bytes in fp32 of logits that are computed together. A layer alone takes the host 15 launches forward, as many backward; joined
+# layers take about three times these bytes for a moment, at the end of forward.
+_JOINED_BYTES = 8 << 20
 
 
 def balance_loss(router_outputs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
@@ -218,24 +221,26 @@ def balance_loss(router_outputs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
     A token whose ids are all -1 (padding) does not count. The loss of no tokens is 0, with gradients of 0.
 
     Args:
-        router_outputs: (logits [T, E], ids [T, K]) of each router, of one K; tokens of all layers count alike. T may be 0.
+        router_outputs: (logits [T, E], ids [T, K]) of each router; tokens of all layers count alike. T may be 0.
 
     Raises:
-        ValueError: no router, or routers with different numbers of experts.
+        ValueError: no router, or routers with different numbers of experts or of choices.
     """
     if not router_outputs:
         raise ValueError("balance_loss of no router: give (logits, ids) of at least one")
-    device, experts = router_outputs[0][0].device, router_outputs[0][0].shape[1]
-    for logits, _ in router_outputs:
-        if logits.shape[1] != experts:
-            raise ValueError(
-                f"a router has {logits.shape[1]} experts, the first one {experts}: compute their losses separately"
-            )
+    device, (experts, choices_each) = router_outputs[0][0].device, (t.shape[1] for t in router_outputs[0])
+    for logits, ids in router_outputs:
+        for what, there, first in (("experts", logits, experts), ("choices a token", ids, choices_each)):
+            if there.shape[1] != first:
+                raise ValueError(
+                    f"a router has {there.shape[1]} {what}, the first one {first}: compute their losses separately"
+                )
     chosen = torch.zeros(experts, device=device)
     probability = torch.zeros(experts, device=device)
     rows = torch.zeros((), device=device)
-    for first in range(0, len(router_outputs), _LAYERS):
-        logits, ids = (_joined(parts, device) for parts in zip(*router_outputs[first : first + _LAYERS], strict=True))
+    layers = max(1, _JOINED_BYTES // max(1, *(4 * logits.numel() for logits, _ in router_outputs)))
+    for start in range(0, len(router_outputs), layers):
+        logits, ids = (_joined(parts, device) for parts in zip(*router_outputs[start : start + layers], strict=True))
         shares = logits.softmax(-1).float()
         choices = (ids >= 0).float()  # without asking the device whether there is a -1
         tokens = choices.amax(1, keepdim=True)
@@ -247,7 +252,8 @@ def balance_loss(router_outputs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
 
 
 def _joined(parts: Sequence[Tensor], device: torch.device) -> Tensor:
-    return torch.cat([part.to(device) for part in parts])
+    parts = [part.to(device) for part in parts]
+    return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
 def _bias(block: MoeBlock) -> Tensor | None:

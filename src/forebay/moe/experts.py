@@ -139,7 +139,7 @@ def experts(
     # Under autocast, autograd's own casts return the gradients in the caller's dtypes.
     inputs = (
         x.to(gate_up.dtype).contiguous(), ids, weights, gate_up.detach() if edge else gate_up, down,
-        gate_up_bias, down_bias, activation, interleaved, transposed, alpha, limit,
+        gate_up_bias, down_bias, activation, interleaved, transposed, float(alpha), float(limit),
         saved_h if save_h and has_backward else "", max_rows, a1, b1, s1, a2, b2, s2, *(edge or NO_EDGE),
     )  # fmt: skip
     y: Tensor = experts_op(*inputs)[0] if at_once else _eager_experts(inputs, deferred, pages, precision == "fp8")

@@ -13,7 +13,7 @@ def expandable_segments(wanted: bool, device: torch.device) -> Iterator[None]:
 
     Free pieces of many segments rarely fit the next request; those of one that grows are neighbors. 48 drawn runs reserve
     4 % less, up to 22, by their plans (benchmarks/LOG.md). Nothing happens on a CPU, or if `PYTORCH_ALLOC_CONF` chooses
-    segments or another allocator. Afterwards segments do not grow, as by default.
+    segments or another allocator. One at a time: afterwards segments do not grow, as by default, and what is cached is released.
     """
     given = os.environ.get("PYTORCH_ALLOC_CONF") or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
     if not wanted or device.type != "cuda" or "expandable_segments" in given or "backend" in given:
@@ -24,6 +24,7 @@ def expandable_segments(wanted: bool, device: torch.device) -> Iterator[None]:
         yield
     finally:
         _set(given, False)
+        torch.cuda.empty_cache()  # free parts of segments that grew would serve nobody
 
 
 def _set(given: str, expandable: bool) -> None:

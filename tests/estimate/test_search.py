@@ -248,15 +248,14 @@ def test_the_largest_sequence_and_depth(what: str, section: str, option: str, mi
 
 
 @pytest.mark.parametrize(
-    ("most", "size", "compute", "depths"),
-    [("MOST_NODES", 18_000_000, "", [3]), ("MOST_GATHERED", 180_000, "bfloat16", [4])],
+    ("most", "size", "compute"), [("MOST_NODES", 72_000_000, ""), ("MOST_GATHERED", 180_000, "bfloat16")]
 )
 def test_a_deeper_model_that_the_host_launches_may_fit(
-    most: str, size: int, compute: str, depths: list[int], monkeypatch: pytest.MonkeyPatch
+    most: str, size: int, compute: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Up to 4 layers are captured, with nodes and with gathered weights of that many bytes; 5 take less."""
     monkeypatch.setattr(fast_path, most, size)
-    config = tiny(batch=8, model={"dtype": "float32" if compute else "bfloat16", "compute": compute})
+    config = tiny(batch=32, model={"dtype": "float32" if compute else "bfloat16", "compute": compute})
     four, five = (with_(config, "model", config={**TINY, "num_hidden_layers": n}) for n in (4, 5))
     assert peak(five, 1) < peak(four, 1)
     budget = least_budget(peak(five, 1), EAGER_ERROR)
@@ -267,7 +266,7 @@ def test_a_deeper_model_that_the_host_launches_may_fit(
     assert tried[depth] >= 0 > tried[depth + 1]
     assert f"is {depth} layers" in found.sentence and f"with {depth + 1} layers" in found.sentence
     # Fewer that are captured need less room for the plan's error.
-    assert list(search(PlanRequest(config), "layers", 1, budget - 1).settings.values()) == depths
+    assert list(search(PlanRequest(config), "layers", 1, budget - 1).settings.values()) == [3]
 
 
 def test_a_sequence_ends_where_the_model_does() -> None:

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from forebay.estimate.allocator import Block, CachingAllocator
+from forebay.estimate.expandable import ExpandableAllocator
 
 KIB, MIB = 1 << 10, 1 << 20
 
@@ -126,8 +127,9 @@ def test_a_graph_has_a_pool_of_its_own() -> None:
     assert allocator.reserved == 60 * MIB
 
 
-def test_a_block_is_freed_once() -> None:
-    allocator = CachingAllocator()
+@pytest.mark.parametrize("kind", [CachingAllocator, ExpandableAllocator])
+def test_a_block_is_freed_once(kind: type[CachingAllocator]) -> None:
+    allocator = kind()
     block = allocator.malloc(1)
     allocator.free(block)
     with pytest.raises(ValueError, match="before"):

@@ -2,14 +2,11 @@
 
 from itertools import pairwise
 
-import pytest
 from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from forebay.estimate.allocator import Block, CachingAllocator
 from forebay.estimate.expandable import ExpandableAllocator
-
-KIB, MIB = 1 << 10, 1 << 20
+from tests.estimate.test_allocator import KIB, MIB, ORDERS
 
 
 def test_pages_are_mapped_as_a_segment_grows() -> None:
@@ -85,18 +82,6 @@ def test_streams_and_graphs_have_segments_of_their_own() -> None:
     assert allocator.reserved == 60 * MIB
     allocator.empty_cache()
     assert allocator.reserved == 40 * MIB, "the graph's pages stay"
-
-
-def test_a_block_is_freed_once() -> None:
-    allocator = ExpandableAllocator()
-    block = allocator.malloc(1)
-    allocator.free(block)
-    with pytest.raises(ValueError, match="before"):
-        allocator.free(block)
-
-
-SIZES = st.one_of(st.integers(1, 4 * KIB), st.integers(1, 3 * MIB), st.integers(1, 60 * MIB))
-ORDERS = st.lists(st.tuples(st.sampled_from("aaaffe"), SIZES, st.integers(0, 1)), max_size=120)
 
 
 @settings(max_examples=200, deadline=None)

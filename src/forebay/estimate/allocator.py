@@ -97,8 +97,7 @@ class CachingAllocator:
     - A freed block is merged with its free neighbors in its segment.
 
     Not modeled: blocks that `record_stream` names, which no plan has; that cached segments are released where a new one does not
-    fit; and what is off by default: `max_split_size_mb`, garbage collection by threshold, rounding to
-    divisions of powers of two.
+    fit; and what is off by default: `max_split_size_mb`, garbage collection by threshold, rounding to divisions of powers of two.
 
     Args:
         granule: bytes to which a request is rounded up; 1 to count what is allocated on a CPU.
@@ -186,7 +185,7 @@ class CachingAllocator:
         self._at_peak, self._rising = self.by_role.copy(), False
 
     def _new_pools(self) -> tuple[FreeBlocks, FreeBlocks]:
-        """Of a stream: for large and small blocks."""
+        """The free blocks of a new stream: large ones, and small ones."""
         granule = self._granule
         return FreeBlocks(False, SMALL + 1 if granule == GPU_BLOCK else granule), FreeBlocks(True, granule)
 

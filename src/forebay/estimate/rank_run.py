@@ -30,7 +30,7 @@ class RankRun:
         hidden: bytes of a microbatch's hidden states.
         graph: steps are to be captured in a CUDA graph.
         fails: the capture fails: all steps are called.
-        expandable: the trainer has torch expand segments.
+        expandable: the trainer has torch expand segments; on GPUs only.
         at_once: the engine adds the embedding's gradients as they are made.
         tied: embedding and head are one parameter.
         least: bytes below which nothing is offloaded.

@@ -21,6 +21,7 @@ from forebay.estimate.fsdp import (
 )
 from forebay.estimate.offloading import OffloadManager
 from forebay.estimate.rank_run import RankRun, StepLevel
+from forebay.estimate.types import GPU_BLOCK
 
 WORKSPACE = 32 << 20
 """Bytes of cuBLAS's workspace on Hopper for each handle and stream (`CUBLAS_WORKSPACE_CONFIG`, torch's notes on CUDA): one of the
@@ -42,8 +43,9 @@ class RunMemory:
     """
 
     def __init__(self, run: RankRun):
-        gpu_allocator = ExpandableAllocator if run.expandable else CachingAllocator
-        self.allocator = gpu_allocator() if run.sharing.gpu else CachingAllocator(1)
+        self.allocator = (
+            ExpandableAllocator() if run.expandable else CachingAllocator(GPU_BLOCK if run.sharing.gpu else 1)
+        )
         self._run = run
         # A CUDA graph step has a stream of its own, from the first step on.
         self.stream = "graph" if run.graph else DEFAULT

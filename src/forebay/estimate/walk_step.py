@@ -415,9 +415,8 @@ class StepWalk:
         self, mark: int, part: Part, thread: int, transfers: int, on_mark: Mapping[int, Callable[[], None]]
     ) -> None:
         if mark == MATMUL:
-            self._memory.workspace(
-                0 if self._run.engine else thread
-            )  # an engine's backwards have no thread of their own
+            # An engine's backwards have no thread of their own.
+            self._memory.workspace(0 if self._run.engine else thread)
         elif mark in (FINAL_NORM_END, PAGES) and mark in on_mark:
             on_mark[mark]()
         elif mark == ALL_TO_ALL_BEGIN and transfers:

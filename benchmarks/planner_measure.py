@@ -23,6 +23,7 @@ Figures, in bytes of this rank's GPU; None on a CPU:
                         `outside_before` is that before this run's process group
     settled             untimed steps, until the manager measures and plans no more and a graph is captured
     seconds             of each timed step
+    launch              of the host for an operation, when all else is done: see `forebay.estimate.calibrate.launch`
     skew                rows of the fullest rank's experts over a rank's mean: largest and mean of all layers and
                         microbatches of a step
 """
@@ -52,6 +53,7 @@ from common import balanced_ids, by_host, force_routing, outside, popular_ids, p
 from planner_grid import Entry
 
 from forebay.config import Config, from_mapping
+from forebay.estimate.calibrate import launch
 from forebay.estimate.layers import plan_layers
 from forebay.models.families import moe_blocks
 from forebay.train.data import load_mixture
@@ -357,7 +359,7 @@ def measured(entry: Entry, limit: int | None, trace: Path | None) -> dict[str, A
         row |= memory.counts() | about(trainer)
         if loads is not None:
             row |= loads.of_a_step(trainer, mesh, number + TIMED)
-        row["wall"] = time.perf_counter() - started
+    row |= {"launch": launch(torch.device("cuda")) if gpu else None, "wall": time.perf_counter() - started}
     return row
 
 

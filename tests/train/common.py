@@ -79,18 +79,25 @@ GPU_SIZES: dict[str, Any] = {
     "moe_intermediate_size": 128,
     "num_experts_per_tok": 2,
 }
-# With attention's dropout, which draws random numbers; by family. The second one balances by a router bias.
+_BARE = {name: size for name, size in GPU_SIZES.items() if name != "moe_intermediate_size"}
+_NARROW = {**_BARE, "intermediate_size": 128}
+_QWEN_EXPERTS = {"num_experts": 8, "router_aux_loss_coef": 0.01}
+_DENSE_FIRST = {"n_routed_experts": 8, "intermediate_size": 256, "first_k_dense_replace": 1, "n_shared_experts": 1}
+_DEEPSEEK = {
+    **GPU_SIZES, **_DENSE_FIRST, "n_group": 2, "topk_group": 1, "q_lora_rank": None, "kv_lora_rank": 64,
+    "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64, "num_key_value_heads": 4,
+}  # fmt: skip
+# By family. Attention's dropout draws random numbers; GLM and DeepSeek-V3 balance by a router bias.
 GPU_FAMILIES: dict[str, dict[str, Any]] = {
-    "qwen3_moe": {**GPU_SIZES, "attention_dropout": 0.1, "num_experts": 8, "router_aux_loss_coef": 0.01},
-    "glm4_moe": {
-        **GPU_SIZES,
-        "attention_dropout": 0.1,
-        "n_routed_experts": 8,
-        "intermediate_size": 256,
-        "first_k_dense_replace": 1,
-        "n_shared_experts": 1,
-    },
+    "qwen3_moe": {**GPU_SIZES, **_QWEN_EXPERTS, "attention_dropout": 0.1},
+    "glm4_moe": {**GPU_SIZES, **_DENSE_FIRST, "attention_dropout": 0.1},
+    "deepseek_v2": {**_DEEPSEEK, "n_group": 1, "topk_method": "greedy"},
+    "deepseek_v3": _DEEPSEEK,
+    "mixtral": {**_NARROW, "num_local_experts": 8, "router_aux_loss_coef": 0.01},
+    "olmoe": {**_NARROW, **_QWEN_EXPERTS},
+    "gpt_oss": {**_NARROW, "num_local_experts": 8, "sliding_window": 128},
 }
+BALANCED = "qwen3_moe", "glm4_moe"  # by a router's loss, and by a router bias
 
 
 def config(folder: Path | str, sizes: dict[str, Any] = MODEL, **changes: dict[str, Any]) -> Config:

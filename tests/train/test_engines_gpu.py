@@ -1,7 +1,7 @@
 """Pipelines on two GPUs, by copies and through NCCL: what `test_engines` and `test_matrix` show on gloo, with real streams.
 
-The file is a script too: `torchrun --nproc-per-node N test_engines_gpu.py DEVICE FOLDER` runs all cases that N processes can, and
-leaves each rank's losses and gradients in FOLDER.
+The file is a script too: `torchrun --nproc-per-node N test_engines_gpu.py DEVICE FOLDER [families]` runs all cases that N processes
+can, or those of every family, and leaves each rank's losses and gradients in FOLDER.
 """
 
 import os
@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from tests.train.common import (
+    GPU_FAMILIES,
     GPU_SIZES,
     assert_near_steps,
     assert_same_steps,
@@ -31,8 +32,22 @@ BF16_STEPS = 32  # until steps with offload are captured for good: three graphs 
 MODEL = {"dtype": "float32", "attention": "eager"}
 SIZES = {**GPU_SIZES, "num_hidden_layers": 4, "num_experts": 8, "router_aux_loss_coef": 0.01}
 # Layers that are cut in two; each rank's weights are others then.
+IN_A_GRAPH = " in a graph"
 CUT_NAMES = "bf16 cut", "bf16 cut in a graph", "bf16 cut through NCCL", "bf16 cut through NCCL in a graph"
 CUT: tuple[tuple[str, dict[str, Any]], ...] = tuple((name, {"graph": "graph" in name}) for name in CUT_NAMES)
+
+
+def family_cases() -> dict[str, dict[str, Any]]:
+    """`dualpipev` of every family: called, and in a graph."""
+    return {
+        f"{family}{in_a}": {
+            "parallel": {"pp": 2, "schedule": "dualpipev", "reshard": False},
+            "memory": {"graph": bool(in_a)},
+            "model": {**MODEL, "family": family, "compute": "bfloat16", "config": {**sizes, "num_hidden_layers": 4}},
+        }
+        for family, sizes in GPU_FAMILIES.items()
+        for in_a in ("", IN_A_GRAPH)
+    }
 
 
 def cases(world: int) -> dict[str, dict[str, Any]]:
@@ -62,13 +77,13 @@ def cases(world: int) -> dict[str, dict[str, Any]]:
     return found
 
 
-def run(device: str, folder: Path) -> None:
+def run(device: str, folder: Path, by_family: bool) -> None:
     from forebay.moe.backends import peers_are_reachable
     from forebay.train.distributed import Mesh
     from forebay.train.trainer import Trainer
 
     world = int(os.environ["WORLD_SIZE"])
-    for name, sections in cases(world).items():
+    for name, sections in (family_cases() if by_family else cases(world)).items():
         settings = config(
             folder,
             SIZES,
@@ -108,6 +123,16 @@ def test_pipelines_on_two_gpus(tmp_path: Path) -> None:
             assert_near_steps(keep, wanted, schedule)  # the router's loss is made stage by stage
 
 
+@pytest.mark.gpu
+@pytest.mark.multi
+def test_pipelines_of_every_family_on_two_gpus(tmp_path: Path) -> None:
+    torchrun(__file__, 2, "cuda", write_text(tmp_path, 2000), "families", seconds=300)
+    for family in GPU_FAMILIES:
+        for rank in range(2):
+            called, graph = (torch.load(tmp_path / f"{family}{in_a}-{rank}.pt") for in_a in ("", IN_A_GRAPH))
+            assert_same_steps(graph, called, f"{family}, rank {rank}")
+
+
 if __name__ == "__main__":
     with script_rank(sys.argv[1]):
-        run(sys.argv[1], Path(sys.argv[2]))
+        run(sys.argv[1], Path(sys.argv[2]), "families" in sys.argv[3:])

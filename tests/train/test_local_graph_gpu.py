@@ -5,33 +5,9 @@ from typing import Any
 
 import pytest
 
-from tests.train.common import GPU_SIZES, config, differing, figures_of, state_of, write_text
+from tests.train.common import GPU_FAMILIES, config, differing, figures_of, state_of, write_text
 
 STEPS = 20  # where something is offloaded, several graphs are timed first
-_EXPERTS = {"num_experts": 8, "router_aux_loss_coef": 0.01}
-_DEEPSEEK = {
-    "n_routed_experts": 8, "intermediate_size": 256, "first_k_dense_replace": 1, "n_shared_experts": 1, "n_group": 2,
-    "topk_group": 1, "q_lora_rank": None, "kv_lora_rank": 64, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 64,
-    "num_key_value_heads": 4,
-}  # fmt: skip
-_SIZES = {name: size for name, size in GPU_SIZES.items() if name != "moe_intermediate_size"}
-_WIDTH = {"moe_intermediate_size": 128}
-# Attention's dropout draws random numbers.
-FAMILIES: dict[str, dict[str, Any]] = {
-    "qwen3_moe": {**_WIDTH, **_EXPERTS, "attention_dropout": 0.1},
-    "glm4_moe": {
-        **_WIDTH,
-        "n_routed_experts": 8,
-        "intermediate_size": 256,
-        "first_k_dense_replace": 1,
-        "n_shared_experts": 1,
-    },
-    "deepseek_v2": {**_WIDTH, **_DEEPSEEK, "n_group": 1, "topk_method": "greedy"},
-    "deepseek_v3": {**_WIDTH, **_DEEPSEEK},
-    "mixtral": {"num_local_experts": 8, "intermediate_size": 128, "router_aux_loss_coef": 0.01},
-    "olmoe": {**_EXPERTS, "intermediate_size": 128},
-    "gpt_oss": {"num_local_experts": 8, "intermediate_size": 128, "sliding_window": 128},
-}
 MEMORY: dict[str, dict[str, Any]] = {
     "keep": {},
     "recompute": {"policy": "recompute"},
@@ -53,7 +29,7 @@ def trained(
         folder,
         model={
             "family": family,
-            "config": {**_SIZES, **FAMILIES[family]},
+            "config": GPU_FAMILIES[family],
             "attention": "eager",  # dq of flash attention's backward differs between two calls
             **dtypes,
         },
@@ -84,7 +60,7 @@ def compare(
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("deterministic")
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", GPU_FAMILIES)
 def test_replayed_steps_of_every_family_have_the_bits_of_called_ones(tmp_path: Path, family: str) -> None:
     compare(tmp_path, family, {}, {"dtype": "bfloat16"})
 

@@ -12,6 +12,7 @@ FOUR = dataclasses.replace(TWO, processes=4)
 ONE = dataclasses.replace(TWO, processes=1)
 HOST = (False, False, True, 0.0)  # graph, overlap, reshard, capacity: a step that the host launches
 CAPTURED = (True, True, False, 2.0)
+CALLED, ROOMY = (False, True, True, 2.0), (False, False, True, 2.0)  # launched by the host, of expert groups
 
 
 def config(sections: dict[str, dict[str, Any]]) -> Config:
@@ -40,7 +41,7 @@ TABLE: list[tuple[dict[str, dict[str, Any]], Facts, tuple[bool, bool, bool, floa
     ({"parallel": {"ep": 1, "pp": 4}}, FOUR, (True, False, False, 0.0), "fast path"),
     # One key each turns a choice off; the rest stays as far as it ran that way.
     ({"memory": {"graph": False}}, TWO, (False, True, False, 2.0), "fast path: overlap, weights gathered once a step, room"),
-    ({"parallel": {"overlap": False}}, TWO, HOST, "host-launched: parallel.overlap = false"),
+    ({"parallel": {"overlap": False}}, TWO, ROOMY, "even routing; launched by the host: parallel.overlap = false"),
     ({"parallel": {"reshard": True}}, TWO, (True, True, True, 2.0), "fast path: one CUDA graph a step, overlap, room for 2.0"),
     ({"parallel": {"capacity_factor": 0}}, TWO, (False, True, False, 0.0), "launched by the host: parallel.capacity_factor = 0"),
     ({"parallel": {"dispatch": "nccl"}}, TWO, (False, True, False, 0.0), "launched by the host: parallel.dispatch = 'nccl'"),
@@ -49,25 +50,28 @@ TABLE: list[tuple[dict[str, dict[str, Any]], Facts, tuple[bool, bool, bool, floa
     # What did not run in a graph stays as it was.
     ({}, dataclasses.replace(TWO, gpu=False), HOST, "host-launched: there is no GPU"),
     ({}, dataclasses.replace(TWO, reaches=False), HOST, "host-launched: the GPUs of an expert group do not read each other's"),
-    ({}, FOUR, HOST, "more processes train than"),
-    ({"parallel": {"ep": 8}}, dataclasses.replace(TWO, processes=8), HOST, "only 2 or 4 processes of one model"),
+    ({}, FOUR, CALLED, "even routing; launched by the host: nothing ran in a graph where more"),
+    ({"parallel": {"ep": 8}}, dataclasses.replace(TWO, processes=8), CALLED, "only 2 or 4 processes of one model"),
     ({"parallel": PP}, dataclasses.replace(TWO, reaches=False), HOST, "on one node only"),
     ({"parallel": {"ep": 2, "pp": 2}}, FOUR, HOST, "pipelines of expert groups"),
     ({"parallel": {"ep": 1, "pp": 4, "schedule": "zbv"}}, FOUR, HOST, "'dualpipev' only"),
-    ({"parallel": {"replicate": 2}}, FOUR, HOST, "more processes train than"),
+    ({"parallel": {"replicate": 2}}, FOUR, CALLED, "more processes train than"),
     ({"parallel": {"dispatch": "deepep"}}, TWO, HOST, "parallel.dispatch = 'deepep'"),
     ({"parallel": {"reduce": "microbatch"}}, TWO, HOST, "parallel.reduce = 'microbatch'"),
-    ({}, dataclasses.replace(TWO, family="mixtral"), HOST, "no model of family 'mixtral'"),
-    ({"parallel": PP}, dataclasses.replace(TWO, family="glm4_moe"), HOST, "no model of family 'glm4_moe'"),
+    ({}, dataclasses.replace(TWO, family="mixtral"), CAPTURED, "fast path: one CUDA graph"),
+    ({}, dataclasses.replace(TWO, family="dbrx"), HOST, "no model of family 'dbrx'"),
+    ({"parallel": PP}, dataclasses.replace(TWO, family="glm4_moe"), (True, False, False, 0.0), "fast path"),
     ({"model": {"compute": ""}}, TWO, HOST, "host-launched: grouped products in float32"),
     ({"model": {"compute": ""}, "parallel": PP}, dataclasses.replace(TWO, family="llama"), HOST, "no model of family 'llama'"),
-    ({"model": {"dtype": "bfloat16"}}, TWO, HOST, "model.compute = 'bfloat16' ran in a graph"),
+    ({"model": {"dtype": "bfloat16", "compute": ""}}, TWO, CAPTURED, "fast path: one CUDA graph"),
+    ({"model": {"dtype": "bfloat16", "compute": ""}, "parallel": PP}, TWO, HOST, "and model.compute = 'bfloat16', not as here"),
     ({"model": {"loss": "transformers"}}, TWO, HOST, "model.loss = 'fused'"),
-    ({"memory": {"policy": "offload"}}, TWO, HOST, "memory.policy with 'offload'"),
-    ({"memory": {"policy": "recompute"}}, TWO, HOST, "memory.policy with 'recompute'"),
+    ({"memory": {"policy": "offload"}}, TWO, ROOMY, "memory.policy with 'offload'"),
+    ({"memory": {"policy": "recompute"}}, TWO, CAPTURED, "fast path: one CUDA graph"),
+    ({"memory": {"policy": "recompute", "recompute": "full"}}, TWO, ROOMY, "memory.recompute = 'full' did not run in a graph"),
     ({"parallel": PP, "memory": {"policy": {"*.mlp.experts": "stash"}}}, TWO, HOST, "memory.policy with 'stash'"),
     ({"data": {"packing": "documents"}}, TWO, HOST, "data.packing"),
-    ({"train": {"microbatch": 16}}, TWO, HOST, "one microbatch"),
+    ({"train": {"microbatch": 16}}, TWO, ROOMY, "one microbatch"),
     # One process.
     ({"parallel": {"ep": 1}}, ONE, (True, False, False, 0.0), "a step, weights gathered once a step; turned off"),
     ({"parallel": {"ep": 1}, "model": {"dtype": "bfloat16"}}, ONE, (True, False, False, 0.0), "CUDA graph a step; turned off"),
@@ -76,7 +80,7 @@ TABLE: list[tuple[dict[str, dict[str, Any]], Facts, tuple[bool, bool, bool, floa
     ({"parallel": {"ep": 1}, "train": {"batch": 64}}, dataclasses.replace(ONE, layers=48), HOST, "64 microbatches of 48 layers"),
     ({"parallel": {"ep": 1}}, dataclasses.replace(ONE, container="model.layers.0"), HOST, "places 'model.layers.0', and a"),
     ({"parallel": {"ep": 1}}, dataclasses.replace(ONE, container=""), HOST, "places 'the whole model'"),
-    ({}, dataclasses.replace(TWO, container="model"), HOST, "places 'model', and a graph's step"),
+    ({}, dataclasses.replace(TWO, container="model"), ROOMY, "places 'model', and a graph's step"),
     ({"parallel": {"ep": 1}, "memory": {"policy": "recompute"}}, ONE, (True, False, False, 0.0), "fast path: one CUDA graph"),
     ({"parallel": {"ep": 1}, "memory": {"policy": "offload"}}, ONE, (True, False, False, 0.0), "fast path: one CUDA graph"),
     ({"parallel": {"ep": 1, "overlap": True}}, ONE, (True, True, False, 0.0), "fast path: one CUDA graph a step"),
@@ -126,7 +130,7 @@ def test_every_key_that_is_off_is_named() -> None:
     assert list(path.reasons) == [
         "memory.graph", "parallel.overlap", "parallel.reshard", "parallel.capacity_factor",
     ]  # fmt: skip
-    assert path.is_fast and not resolve(config({}), FOUR).is_fast
+    assert path.is_fast and not resolve(config({"parallel": {"ep": 1}}), FOUR).is_fast
 
 
 def test_a_step_cannot_run_with_what_is_not_chosen_yet() -> None:

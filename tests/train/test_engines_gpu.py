@@ -1,7 +1,7 @@
 """Pipelines on two GPUs, by copies and through NCCL: what `test_engines` and `test_matrix` show on gloo, with real streams.
 
-The file is a script too: `torchrun --nproc-per-node N test_engines_gpu.py DEVICE FOLDER [families]` runs all cases that N processes
-can, or those of every family, and leaves each rank's losses and gradients in FOLDER.
+The file is a script too: `torchrun --nproc-per-node N test_engines_gpu.py DEVICE FOLDER [families]` runs all cases that N
+processes can, or those of every family, and leaves each rank's losses and gradients in FOLDER.
 """
 
 import os

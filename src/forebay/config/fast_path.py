@@ -6,11 +6,11 @@ processes of a run, and its plan, call the same pure function.
 
 The fast path is chosen only for what ran on GPUs with these keys given by hand, in comparison with steps that the host launches:
 
-    one process          tests/train/test_cuda_graph_gpu.py (all families), benchmarks/results/local_graph.json
-    expert parallelism   tests/train/test_cuda_graph_gpu.py (2 GPUs, bitwise), paging_ep2_*.json, paging_ep4.json and
-                         paging_reshard.json of benchmarks/results
+    one process          tests/train/test_local_graph_gpu.py (all families), benchmarks/results/local_graph.json
+    expert parallelism   tests/train/test_cuda_graph_gpu.py (2 GPUs, all families, bitwise), paging_ep2_*.json, paging_ep4.json
+                         and paging_reshard.json of benchmarks/results
     without its graph    the arms "capacity", "exact" and "nccl" of the same files; "own routing" of ep.json, which reshards
-    pipelines            tests/train/test_engines_gpu.py (2 GPUs, bitwise), benchmarks/results/pipeline_2gpu_*.json,
+    pipelines            tests/train/test_engines_gpu.py (2 GPUs, all families, bitwise), benchmarks/results/pipeline_2gpu_*.json,
                          pipeline_graph_pp4.json
 """
 
@@ -33,11 +33,11 @@ GRAPH_NODES = 500_000
 138 and 300 MB for 4 x 8, 16 x 16 and 48 x 16 layers and microbatches. Each takes 12 ms of a slow host to capture."""
 MOST_NODES = 1 << 30
 """Bytes of nodes that a graph may have on one process."""
-_LOCAL_FAMILIES = ("qwen3_moe", "glm4_moe", "deepseek_v2", "deepseek_v3", "mixtral", "olmoe", "gpt_oss")
-_FAMILIES = ("qwen3_moe", "glm4_moe", "deepseek_v2")
-_PIPELINED_FAMILIES = ("qwen3_moe", "deepseek_v2")
+_FAMILIES = ("qwen3_moe", "glm4_moe", "deepseek_v2", "deepseek_v3", "mixtral", "olmoe", "gpt_oss")
+_OVERLAPPED = {"keep", "recompute", "stash"}  # placements
 _PROCESSES = (2, 4)  # that shared a model in those runs
 _BESIDE = "memory.graph = true tries it"
+_CALLED = "the fastest that ran on such GPUs without a graph"
 _FASTEST = "the fastest that ran on such GPUs"
 
 
@@ -74,7 +74,7 @@ class FastPath:
 
     Attributes:
         reasons: the keys that were "auto", and why each has its value.
-        obstacle: why the fast path was not chosen; "" if it was.
+        obstacle: why there is no graph, and all that goes with it, where "auto" could have chosen one; "" if it did.
     """
 
     config: Config
@@ -84,7 +84,7 @@ class FastPath:
     @property
     def is_fast(self) -> bool:
         """Whether "auto" chose a part of it."""
-        return not self.obstacle and bool(self._taken)
+        return bool(self._taken)
 
     @property
     def chosen(self) -> dict[str, Any]:
@@ -103,7 +103,8 @@ class FastPath:
     def without_advice(self) -> FastPath:
         """The same where `memory.graph = true` would not help."""
         obstacle = self.obstacle.removesuffix(_BESIDE).removesuffix("; ")
-        return replace(self, reasons=dict.fromkeys(self.reasons, obstacle), obstacle=obstacle)
+        reasons = {key: obstacle if why == self.obstacle else why for key, why in self.reasons.items()}
+        return replace(self, reasons=reasons, obstacle=obstacle)
 
     @property
     def line(self) -> str:
@@ -162,7 +163,7 @@ def resolve(c: Config, facts: Facts) -> FastPath:
         return FastPath(implied(c))  # nothing to choose, and nothing to say
     obstacle = next(_local_obstacles(c, facts) if is_local else _obstacles(c, facts), "")
     if obstacle:
-        return _explained(c, implied(c), obstacle, obstacle)
+        return _called(c, facts, obstacle)
     if is_local:
         return _explained(c, implied(replace(c, memory=replace(c.memory, graph=True))), _FASTEST)
     return _fast(c)
@@ -190,7 +191,7 @@ def _local_obstacles(c: Config, facts: Facts) -> Iterator[str]:
     """Why a run without expert groups and pipeline is not among those that ran in a graph."""
     if facts.processes > 1:
         yield f"steps of several processes that share no experts and no layers did not run in a graph; {_BESIDE}"
-    yield from _model_obstacles(c, facts, _LOCAL_FAMILIES, "one GPU")
+    yield from _model_obstacles(c, facts)
     if facts.gathered > MOST_GATHERED and c.parallel.reshard is not True:
         size = f"{facts.gathered / 2**30:.1f} GiB"
         what = f"its weights in {c.model.compute}, gathered for whole steps, would take {size} more"
@@ -221,6 +222,23 @@ def _fast(c: Config) -> FastPath:
     return replace(path, reasons={**path.reasons, GRAPH: obstacle}) if obstacle and GRAPH in path.reasons else path
 
 
+def _called(c: Config, facts: Facts, obstacle: str) -> FastPath:
+    """For a configuration with an obstacle to a graph: what expert parallelism has of the fast path without one.
+
+    Room for rows lets the host run ahead of the device, and another microbatch hides the exchanges.
+    """
+    plain, p = implied(c), c.parallel
+    found = plain
+    obstacles = (*_model_obstacles(c, facts), *_float32_obstacles(c), *_exchange_obstacles(c, facts))
+    if facts.gpu and p.ep > 1 and p.pp == 1 and p.dispatch in ("auto", "symmetric") and not obstacles:
+        overlaps = not (*_few_microbatches(c, facts), *_placement_obstacles(c, facts, _OVERLAPPED, ""))
+        overlap, capacity = _given(p.overlap, overlaps), _given(p.capacity_factor, ROOM)
+        found = _with(c, graph=False, overlap=overlap, reshard=plain.parallel.reshard, capacity=capacity)
+    path = _explained(c, found, obstacle, obstacle)
+    changed = {key: _CALLED for key, value in _values(found).items() if value != _values(plain)[key]}
+    return replace(path, reasons={**path.reasons, **changed})
+
+
 def _obstacles(c: Config, facts: Facts) -> Iterator[str]:
     """Why a run with expert groups or a pipeline is not among those that ran in a graph."""
     p, m = c.parallel, c.model
@@ -228,19 +246,18 @@ def _obstacles(c: Config, facts: Facts) -> Iterator[str]:
         yield "parallel.overlap = false"
     if not facts.gpu:
         yield "there is no GPU to capture steps on"
-    yield from _model_obstacles(c, facts, _PIPELINED_FAMILIES if p.pp > 1 else _FAMILIES, "several GPUs")
+    yield from _model_obstacles(c, facts)
     yield from _float32_obstacles(c)
-    if (m.dtype, m.compute) != ("float32", "bfloat16"):
-        yield f"model.dtype = 'float32' with model.compute = 'bfloat16' ran in a graph, this did not; {_BESIDE}"
+    if p.pp > 1 and (m.dtype, m.compute) != ("float32", "bfloat16"):
+        yield f"pipelines ran in a graph with model.dtype = 'float32' and model.compute = 'bfloat16', not as here; {_BESIDE}"
     yield from _mesh_obstacles(c, facts)
-    yield from _placement_obstacles(c, facts, {"keep", "offload"} if p.pp > 1 else {"keep", "stash"}, "several GPUs")
+    yield from _placement_obstacles(c, facts, {"keep", "offload"} if p.pp > 1 else _OVERLAPPED, "several GPUs")
 
 
-def _model_obstacles(c: Config, facts: Facts, families: tuple[str, ...], where: str) -> Iterator[str]:
+def _model_obstacles(c: Config, facts: Facts) -> Iterator[str]:
     m = c.model
-    if facts.family not in families:
-        ran = ", ".join(families)
-        yield f"no model of family {facts.family!r} ran in a graph on {where}, only of {ran}; {_BESIDE}"
+    if facts.family not in _FAMILIES:
+        yield f"no model of family {facts.family!r} ran in a graph, only of {', '.join(_FAMILIES)}; {_BESIDE}"
     if (m.experts, m.loss) != ("forebay", "fused") or m.attention not in ("sdpa", "eager"):
         yield "it needs model.experts = 'forebay', model.loss = 'fused' and model.attention = 'sdpa' or 'eager'"
     if c.data.packing != "joined":
@@ -263,14 +280,26 @@ def _mesh_obstacles(c: Config, facts: Facts) -> Iterator[str]:
         yield f"more than 2 pipeline ranks ran in a graph with parallel.schedule = 'dualpipev' only; {_BESIDE}"
     if p.ep > 1 and p.dispatch not in ("auto", "symmetric", "nccl"):
         yield f"parallel.dispatch = {p.dispatch!r} asks the device for sizes"
-    if p.ep > 1 and p.dispatch == "auto" and not facts.takes_rows:
-        yield "symmetric memory takes rows of a multiple of 16 bytes, which the model's hidden size is not"
-    if p.ep > 1 and p.dispatch == "auto" and not facts.reaches:
-        yield "the GPUs of an expert group do not read each other's memory"
+    yield from _exchange_obstacles(c, facts)
     if p.pp > 1 and not facts.reaches:
         yield f"pipelines ran in a graph on one node only; {_BESIDE}"
-    sharing = facts.processes // p.pp
-    if p.pp == 1 and c.train.batch // sharing // c.microbatch(sharing) < 2:
+    if p.pp == 1:
+        yield from _few_microbatches(c, facts)
+
+
+def _exchange_obstacles(c: Config, facts: Facts) -> Iterator[str]:
+    """Why an expert group does not exchange rows through symmetric memory."""
+    if c.parallel.ep == 1 or c.parallel.dispatch != "auto":
+        return
+    if not facts.takes_rows:
+        yield "symmetric memory takes rows of a multiple of 16 bytes, which the model's hidden size is not"
+    if not facts.reaches:
+        yield "the GPUs of an expert group do not read each other's memory"
+
+
+def _few_microbatches(c: Config, facts: Facts) -> Iterator[str]:
+    sharing = facts.processes // c.parallel.pp
+    if c.train.batch // sharing // c.microbatch(sharing) < 2:
         yield "a step has one microbatch, and overlap needs two; a smaller train.microbatch gives more"
 
 

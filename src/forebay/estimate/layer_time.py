@@ -183,6 +183,11 @@ _SYNCHRONIZED: Mapping[str, float] = {"nccl": 3.0e-3, "symmetric": 1.4e-3}
 ahead afterwards. Calibrated: nccl against capacity in benchmarks/results/paging_ep2_qwen3.md, and Qwen3's own routing against
 float32 in ep.md. The dispatch alone, in ep_exchange_4gpu.md, is slower by 0.6 and 0.1 ms."""
 
+_MET = 0.45e-3
+"""Seconds for each layer and microbatch in which the GPUs of an expert group wait for each other, at its four exchanges, whatever
+hides their bytes. Calibrated: 18 graphs of blind draws 10 to 17 took 4 to 32 % longer than planned without it, 0.2 to 3.7 ms a
+layer and microbatch, and those of benchmarks/results/paging_ep2_*.md 0.4 ms."""
+
 
 def dispatch_wait(config: Config) -> float:
     """Seconds by which a dispatch of exact sizes is slower than one with a capacity."""
@@ -195,22 +200,20 @@ def dispatch_wait(config: Config) -> float:
 
 
 # What the host does, in operations of the profile's `launch`, which `forebay.estimate.calibrate` measures. Fitted together to
-# the steps of the first four blind draws, and of some of them again on two other hosts (benchmarks/results/step_hosts.json).
-EAGER_KERNEL, COMPILED_KERNEL = 0.54, 3.6
-"""What each kernel of uncompiled and of compiled code adds. Compiled code has few besides those of the experts."""
-SUBLAYER, SUBLAYER_COMPILED = 100, 40
+# 64 steps: called ones of the blind draws 12 and 15 to 17, and 15 of draw 17 again with the host's operation measured beside them
+# (benchmarks/results/step_hosts.json). The same configuration takes up to a quarter more or less from one host to another.
+KERNEL = 0.14
+"""What each kernel adds."""
+SUBLAYER, SUBLAYER_COMPILED = 150, 110
 """The host's work in a sublayer's forward or backward that does not grow with its kernels: modules, hooks, autograd, guards."""
 CUT = 15
 """The same for a sublayer that is split at the token dispatcher."""
 ALL_TO_ALL = 6
 """What an all-to-all adds: 0.09 ms eager (benchmarks/results/ep_exchange_4gpu.md)."""
-SELECTIVE = 3.7
-"""What each kernel adds in a forward whose checkpoint chooses what it keeps (`recompute = "save-dispatch"`): torch takes every
-operation through a `TorchDispatchMode` in Python."""
 STATISTICS = 30
 """The trainer's statistics of a router's choice take the device as long as so many empty kernels: 14 small ones. The host's part
 is in `SUBLAYER`, which was fitted to such steps."""
-OFFLOADED, STASHED = 2, 22
+OFFLOADED, STASHED = 1.7, 22
 """What each offloaded tensor adds, and what a sublayer's pages add."""
 
 
@@ -245,9 +248,11 @@ class LayerTimer:
             f, b = self.sublayer(part, placements.get(name, "keep"))
             forward, backward = forward + f, backward + b
         if layer.is_moe and here.mlp:
-            waits = dispatch_wait(self.config)
+            waits, met = dispatch_wait(self.config), _MET * (self.config.parallel.ep > 1)
             counting = self.clock.seconds(OpCost("pointwise", 0, 0, STATISTICS)) * self.statistics
-            forward = forward + KernelTime(compute=waits + counting, launches=waits / self.clock.device.at("launch"))
+            forward = forward + KernelTime(
+                compute=waits + met + counting, launches=waits / self.clock.device.at("launch")
+            )
         return forward, backward
 
     def end(self, part: PartTrace) -> tuple[KernelTime, KernelTime]:
@@ -267,14 +272,11 @@ class LayerTimer:
         if self.config.recompute == "light" and part.light_ops:
             again = around + _transfers(part.light_ops)
             return forward, self._launched(self.clock.kernel_time(part.light_ops), again)
-        if self.config.recompute == "save-dispatch" and part.light_ops:
-            forward = forward + KernelTime(launches=SELECTIVE * ahead.launches)
         return forward, forward + backward  # the host runs the forward's Python too
 
     def _launched(self, time: KernelTime, around: float = 0.0) -> KernelTime:
         """With what the host does for each kernel, and `around` them."""
-        kernel = COMPILED_KERNEL if self.config.memory.compile else EAGER_KERNEL
-        return replace(time, launches=kernel * time.launches + around)
+        return replace(time, launches=KERNEL * time.launches + around)
 
 
 def _transfers(ops: Iterable[OpCost]) -> int:

@@ -323,9 +323,11 @@ def layers_and_ends(stages: Mapping[int, StageLayers]) -> tuple[list[StageLayer]
 
 
 # In operations of the profile's `launch`, as in `forebay.estimate.layer_time`.
-FSDP_LAUNCHES = 85
+MICROBATCH = 400
+"""The host's work for a microbatch around its layers: masks, rotary tables, the loss, autograd's start and end."""
+FSDP_LAUNCHES = 210
 """The host's work for a group of FSDP2 in a microbatch, besides launching its kernels. A third of it is in the forward."""
-STEP_LAUNCHES = 440
+STEP_LAUNCHES = 460
 """What the host does in a step while the device is idle: the batch, the optimizer's groups, reading the loss."""
 GRAPH_STEP_LAUNCHES = 80
 """The same with a step's CUDA graph."""
@@ -402,7 +404,7 @@ class StepTimer:
             backward.insert(0, b + KernelTime(more[1], launches=2 * group / 3))
         if stage.embedding:
             f, b = timer.end(self.run.trace.embedding)
-            forward[0] = forward[0] + f + KernelTime(launches=group / 3)
+            forward[0] = forward[0] + f + KernelTime(launches=MICROBATCH + group / 3)
             if not engine:  # an engine adds the tokens' gradients to the vocabulary's once a step
                 backward[-1] = backward[-1] + b
         if stage.head:

@@ -84,6 +84,22 @@ def test_recomputation_and_offloading_hold_less() -> None:
     assert offload < 4 * (256 + 16) * MIB + 64 * MIB
 
 
+def test_a_checkpoint_holds_masks_until_its_backward() -> None:
+    """Of 256 MiB. The backward of the sublayer after it needs a workspace, beside the mask or without."""
+    backward = ((5, 999 * MIB), (6, 16 * MIB), (5, 0), (4, 0), (1, 0))
+
+    def most(held: tuple[int, ...]) -> int:
+        attention = part(
+            0, "l.0.self_attn", 32 * MIB, 0, shared=MIB, given=(256 * MIB,), held=held, placement="recompute"
+        )
+        mlp = part(0, "l.0.mlp", 32 * MIB, 0)
+        found = walk(rank([attention, replace(mlp, events=replace(mlp.events, backward=backward))]), steps=1)
+        assert found.levels[-1].allocated < 256 * MIB
+        return found.peak.allocated
+
+    assert most((0,)) - most(()) == 256 * MIB
+
+
 def test_a_checkpoint_of_a_whole_layer_by_hand() -> None:
     """It holds one input. Its backward runs both sublayers again, and has what both save."""
     sublayers = [

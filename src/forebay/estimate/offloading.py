@@ -30,6 +30,7 @@ class PartRun:
     Attributes:
         blocks: by storage.
         x: its input, while it is held.
+        held: see `Part.held`.
         offloaded: bytes of the storages that were offloaded.
         pages: without an arena, a block in place of its pages.
         calls: what each of its calls saves that a store would take, (storage, bytes); see `calls_of`.
@@ -42,6 +43,7 @@ class PartRun:
     offloaded: dict[int, int] = field(default_factory=dict)
     balance: Block | None = None
     shared: Block | None = None
+    held: Sequence[Block] = ()
     pages: Block | None = None
     calls: tuple[list[tuple[int, int]], ...] = ()
     keys: tuple[Key, ...] = ()

@@ -33,13 +33,12 @@ from forebay.estimate.types import (
 from forebay.estimate.workspaces import EAGER_ONLY, MARK, WorkspaceStep, workspace_steps
 from forebay.models.compile import ASSEMBLING_OPS, recomputable_ops
 
-_KERNELS = frozenset(
-    {"topk", "sort", "cumsum", "index_put", "index_put_", "embedding_dense_backward", "bincount", "_grouped_mm"}
-)
+_KERNELS = frozenset({"topk", "sort", "cumsum", "index_put_", "embedding_dense_backward", "bincount", "_grouped_mm"})
 """Operations of aten without a FLOP formula that Inductor calls as they are."""
 _DECOMPOSED = frozenset({torch.ops.aten._softmax, torch.ops.aten.slice_backward})
 """Operations that torch decomposes before it compiles, into pointwise ones and reductions whose results are small. Eager
 attention's probabilities come from the scores again; their gradient gets a column for GPT-OSS's sinks."""
+_EMPTY = frozenset({torch.ops.aten.empty, torch.ops.aten.new_empty, torch.ops.aten.new_empty_strided})
 _IN_PLACE = frozenset({"aten.scatter.src", "aten.scatter.value"})
 """Autograd's formulas run these in place on a result of their own, but not on subclasses of a tensor such as fake tensors."""
 _MATMULS = frozenset({"aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.baddbmm.default"})
@@ -62,7 +61,7 @@ class OpRecorder(TorchDispatchMode):
     Attributes:
         tally: costs of the operations.
         transferred: storages that the token dispatcher made.
-        assembled: storages that `ASSEMBLING_OPS` made. Inductor does not fuse these into what reads them.
+        assembled: storages that `ASSEMBLING_OPS` made, or copies in place. Inductor does not fuse these into what reads them.
         experts_inputs: of the experts that ran last between stages, storages that they read and that compiled code could
             recompute, with their bytes. They are results of compiled code, and the experts save them as they are.
         experts: of the last experts that ran, the numbers of their rows and of their first product; -1 if that is not saved.
@@ -86,6 +85,8 @@ class OpRecorder(TorchDispatchMode):
         self._numbers: dict[int, int] = {}
         self._origin_sizes: list[int] = []
         self._origin_storages: list[int] = []
+        # Of compiled code: storages that were made empty, where the log makes them, and what was copied into them.
+        self._empty: dict[int, tuple[int, tuple[int, ...]]] = {}
         # The last operation that may write in place: its position in the log, the storage it overwrites, its result's address.
         self._overwrites: tuple[int, int, int] | None = None
 
@@ -128,9 +129,12 @@ class OpRecorder(TorchDispatchMode):
         name = str(func)
         results = tensors_in(out)
         sources = tensors_in((args, kwargs))
-        fused = _is_fused(func, packet)
+        # Inductor generates no code for complex numbers, and torch's partitioner saves what becomes one, as rotary embeddings.
+        is_real = not any(tensor.is_complex() for tensor in (*sources, *results))
+        fused = _is_fused(func, packet) and is_real
         pads = fused and self._fused and self._block > 1
-        new = [self._add(leaf, sources if packet in self._recomputable else None, pads) for leaf in results]
+        recomputable = packet in self._recomputable and is_real
+        new = [self._add(leaf, sources if recomputable else None, pads) for leaf in results]
         made = tuple(filter(None, new))
         if name == _EXPERTS:
             self.experts = self.number(args[0]), self.number(results[1])
@@ -158,8 +162,33 @@ class OpRecorder(TorchDispatchMode):
             if not self._fused and len(made) == 1 and _may_overwrite(name, sources):
                 self._overwrites = len(self.log), self.number(sources[0]), _address(results[0])
             self.log.append(Op(fused, reads, made))
+            if self._fused and made and packet in _EMPTY:
+                self._empty[made[0].number] = len(self.log) - 1, ()
+            elif self._fused and name == "aten.copy_.default":
+                self._fill(sources)
         if marks:
             self.log.append(Mark(EXPERTS_END))
+
+    def _fill(self, sources: list[Tensor]) -> None:
+        """Log a copy into a storage that was made empty as the operation that makes it, from all that was copied so far.
+
+        Compiled graphs are functional: DeepSeek's keys, which it assembles by copies, are recomputable like a result of
+        `aten.cat`. What was read between two copies stays as the first one made it.
+        """
+        number, key = self.number(sources[0]), _address(sources[0])
+        if number not in self._empty:
+            return
+        at, copied = self._empty[number]
+        made, copy = self.log[at], self.log[-1]
+        assert isinstance(made, Op) and isinstance(copy, Op)
+        if any(isinstance(entry, Op) and number in entry.reads for entry in self.log[at + 1 : -1]):
+            return
+        found = frozenset[int]().union(self._origins[key] if copied else (), *map(self.origins, sources[1:]))
+        storage = NewStorage(number, self._sizes[key], True, frozenset(self._origin_storages[o] for o in found))
+        copied = *copied, *(n for n in copy.reads if n != number)
+        self.log[at], self.log[-1] = made._replace(made=()), Op(copy.fused, copied, (storage,))
+        self._origins[key], self._empty[number] = found, (len(self.log) - 1, copied)
+        self.assembled.add(number)
 
     def _add(self, tensor: Tensor, sources: list[Tensor] | None, pads: bool) -> NewStorage | None:
         """Count a storage if it is new. `sources`: what compiled code could recompute it from; `pads`: Inductor lays it out."""

@@ -41,6 +41,7 @@ class Part:
         shared: bytes that all layers of the stage read and this one, their first, holds until its backward: masks, rotary tables.
         given, unused: bytes of each tensor that they read besides and nothing saves, as masks of eager attention; and of masks
             for no layer.
+        held: places in `given` of what its checkpoint holds until its backward, and none of an earlier part.
         alone: the first sublayer of a layer whose second one another stage has: a computation of its own.
         with_previous: under "recompute", one checkpoint has the part before it and this one: only the former's input is kept.
         stashed_x: under "stash", number and bytes of the experts' x, which is in pages after the sublayer's forward.
@@ -56,6 +57,7 @@ class Part:
     shared: int = 0
     given: tuple[int, ...] = ()
     unused: int = 0
+    held: tuple[int, ...] = ()
     alone: bool = False
     with_previous: bool = False
     stashed_x: tuple[int, int] | None = None
@@ -111,7 +113,9 @@ def placed_parts(
             first = (number, name) == stage.reader
             shared, given = (trace.shared, trace.given) if first else (0, ())
             part = replace(part, shared=shared, given=given, unused=trace.unused * first, alone=not here.mlp)
-            found.append(replace(part, balance=balance, with_previous=with_previous))
+            earlier = {place for part in found for place in part.held}
+            held = tuple(n for n in sublayer.given if n not in earlier) if part.placement == "recompute" else ()
+            found.append(replace(part, balance=balance, with_previous=with_previous, held=held))
     return found + ([_part("head", "head", trace.head)] if stage.head else [])
 
 

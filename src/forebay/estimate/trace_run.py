@@ -105,6 +105,7 @@ class TraceRun:
         self.parts: dict[str, PartTrace] = dict(known)
         self.balance = self.shared = self.unused = 0
         self._given: dict[int, int] = {}  # bytes of what layers get, by number, which none has saved yet
+        self._arguments: dict[str, list[int]] = {}  # numbers of what a sublayer gets besides its input, by path
         # By the base model for eager attention, tables included; of them to layers.
         self._masks_made = self._bytes_given = 0
         self._recorder = OpRecorder(shape.block, shape.deferred_weight_grads, shape.compiled, shape.stages)
@@ -173,7 +174,9 @@ class TraceRun:
                 if path in self._forward_only:
                     continue
                 self._backward(part)
-                self.parts[path] = part.trace
+                arguments = self._arguments.get(path, ())
+                places = tuple(place for place, number in enumerate(self._given) if number in arguments)
+                part.trace = self.parts[path] = replace(part.trace, given=places)
                 if part.light is not None:
                     light = part.light()
                     self._backward(light)
@@ -214,9 +217,10 @@ class TraceRun:
                 keywords["attention_mask"] = None
             if keywords.get("attention_mask") is not None and self.model.config._attn_implementation == "eager":
                 self._masks_made = self._masks_made or _live_bytes(self._recorder.log[self._embedded :])
-            for shared in tree_leaves(keywords):
-                if isinstance(shared, Tensor):
-                    self._give(shared)
+            shared = [leaf for leaf in tree_leaves(keywords) if isinstance(leaf, Tensor)]
+            for tensor in shared:
+                self._give(tensor)
+            self._arguments[site.path] = [self._recorder.number(tensor) for tensor in shared]
 
             def run(x: Tensor) -> Tensor:
                 result = call(x, **keywords)

@@ -206,6 +206,7 @@ class PartTrace:
             expert parallelism.
         deferred: bytes of each tensor that deferred weight gradients of the experts keep (`forebay.moe.wgrad`).
         token_rows: bytes of the gathered rows that one of the experts' weight gradients needs while it is made.
+        given: places in `ModelTrace.given` of what it gets as an argument.
         forward_ops, backward_ops: costs, in order.
         light_ops, light_events: `backward_ops` and `events` under light recomputation; empty or None without it.
     """
@@ -216,6 +217,7 @@ class PartTrace:
     stash: tuple[int, int] = (0, 0)
     deferred: tuple[int, ...] = ()
     token_rows: int = 0
+    given: tuple[int, ...] = ()
     forward_ops: tuple[OpCost, ...] = ()
     backward_ops: tuple[OpCost, ...] = ()
     light_ops: tuple[OpCost, ...] = ()

@@ -61,6 +61,7 @@ class StepWalk:
         self._arrived: dict[tuple[str, int, int], Block] = {}
         self._sent: list[Block] = []
         self._token_grads: list[Block] = []
+        self._given: list[Block] = []  # of the forward that runs, see `Part.given`; none in an engine
         self._deferred: dict[tuple[int, int], list[_DeferredGrads]] = {}
         self._paged = memory.arena is not None
         self.most_stashed = self._stashed = 0
@@ -194,6 +195,9 @@ class StepWalk:
         self._running["forward"] = part.path
         self._params.enter(part.place, part.mlp, False)
         run = PartRun(part, {}, x, shared=shared)
+        if self._given:
+            run.held = [self._given[place] for place in part.held]
+            model_inputs[:] = [block for block in model_inputs if block not in run.held]
         self._manager.begin_forward(run)
         return run
 
@@ -206,7 +210,8 @@ class StepWalk:
             self._memory.tables = self._malloc(part.shared, ACTIVATIONS)
         if not part.shared or self._run.engine:
             return None
-        model_inputs += [self._malloc(size) for size in (part.unused, *part.given) if size]
+        self._given = [self._malloc(size) for size in part.given]
+        model_inputs += [*([self._malloc(part.unused)] if part.unused else []), *self._given]
         return self._malloc(part.shared, ACTIVATIONS)
 
     def _run_last_norm(self) -> None:
@@ -307,7 +312,7 @@ class StepWalk:
         yield from self._play(blocks, backward, part, frozenset(events.weight_grads), 1, on_mark, EXPERTS_END)
         dx = blocks.pop(events.dx, None)
         self._free(block for block in blocks.values() if block is not dx)
-        self._free(block for block in (run.balance, run.shared) if block is not None)
+        self._free(block for block in (run.balance, run.shared, *run.held) if block is not None)
         return dx
 
     def _recompute(self, run: PartRun) -> Generator[None, None, Block]:

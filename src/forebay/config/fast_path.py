@@ -233,7 +233,7 @@ def _called(c: Config, facts: Facts, obstacle: str) -> FastPath:
     if facts.gpu and p.ep > 1 and p.pp == 1 and p.dispatch in ("auto", "symmetric") and not obstacles:
         overlaps = not (*_few_microbatches(c, facts), *_placement_obstacles(c, facts, _OVERLAPPED, ""))
         overlap, capacity = _given(p.overlap, overlaps), _given(p.capacity_factor, ROOM)
-        found = _with(c, graph=False, overlap=overlap, reshard=plain.parallel.reshard, capacity=capacity)
+        found = _with(c, graph=False, overlap=overlap, reshard=_given(p.reshard, True), capacity=capacity)
     path = _explained(c, found, obstacle, obstacle)
     changed = {key: _CALLED for key, value in _values(found).items() if value != _values(plain)[key]}
     return replace(path, reasons={**path.reasons, **changed})

@@ -113,8 +113,8 @@ def placed_parts(
             first = (number, name) == stage.reader
             shared, given = (trace.shared, trace.given) if first else (0, ())
             part = replace(part, shared=shared, given=given, unused=trace.unused * first, alone=not here.mlp)
-            earlier = {place for part in found for place in part.held}
-            held = tuple(n for n in sublayer.given if n not in earlier) if part.placement == "recompute" else ()
+            given_here = sublayer.given if part.placement == "recompute" else ()
+            held = tuple(n for n in given_here if not any(n in earlier.held for earlier in found))
             found.append(replace(part, balance=balance, with_previous=with_previous, held=held))
     return found + ([_part("head", "head", trace.head)] if stage.head else [])
 

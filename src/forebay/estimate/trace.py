@@ -29,9 +29,9 @@ def trace_model(model: Any, shape: Shape, like: ModelTrace | None = None) -> Mod
     is taken from it.
 
     Saved bytes are counted as `forebay.memory.profiler` does: distinct storages that autograd saves first in this part, without
-    parameters and their views. With compiled sublayers, saved bytes are those of torch's partitioner, within 2 %. A weight gradient is counted in the peak
-    of backward beside the sum it is added to; with one microbatch it is that sum, and the peak is too high by the gradients of
-    one sublayer.
+    parameters and their views. With compiled sublayers, saved bytes are those of torch's partitioner, within 2 %. A weight
+    gradient is counted in the peak of backward beside the sum it is added to; with one microbatch it is that sum, and the peak is
+    too high by the gradients of one sublayer.
 
     Raises:
         ValueError: layers, experts or a loss that Forebay does not know, transformers' experts in another dtype than bfloat16, or

@@ -377,10 +377,10 @@ def test_out_of_memory_says_what_fits(
 
 
 def test_what_fits_names_what_its_placements_need(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On two GPUs, whose step is a graph by default, and none with the placements that are found."""
+    """On two pipeline ranks, whose step is a graph by default, and none with the placements that are found."""
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
-    sizes = {"device.type": "cuda", "model.dtype": "float32", "model.compute": "bfloat16", "parallel.ep": 2}
+    sizes = {"device.type": "cuda", "model.dtype": "float32", "model.compute": "bfloat16", "parallel.pp": 2}
     sizes |= {"train.batch": 8, "train.microbatch": 1, "train.sequence": 4096, "model.config.num_hidden_layers": 8}
     settings = load(config, [f"{name}={json.dumps(value)}" for name, value in sizes.items()])
     kept, least = (fit_run(settings, plan_layers(settings, 2), 2, auto=auto).fullest for auto in (None, 1))

@@ -47,7 +47,7 @@ TABLE: list[tuple[dict[str, dict[str, Any]], Facts, tuple[bool, bool, bool, floa
     ({"parallel": {"dispatch": "nccl"}}, TWO, (False, True, False, 0.0), "launched by the host: parallel.dispatch = 'nccl'"),
     ({"parallel": {"capacity_factor": 1.5}}, TWO, (True, True, False, 1.5), "fast path: one CUDA graph"),
     ({"parallel": {**PP, "reshard": True}}, TWO, (True, False, True, 0.0), "fast path: one CUDA graph a step; turned off"),
-    # What did not run in a graph stays as it was.
+    # What did not run in a graph is launched by the host; expert groups still overlap and leave room.
     ({}, dataclasses.replace(TWO, gpu=False), HOST, "host-launched: there is no GPU"),
     ({}, dataclasses.replace(TWO, reaches=False), HOST, "host-launched: the GPUs of an expert group do not read each other's"),
     ({}, FOUR, CALLED, "even routing; launched by the host: nothing ran in a graph where more"),

@@ -85,7 +85,8 @@ def test_plans_and_runs_choose_the_same(
         assert not found.is_fast and "read each other's memory" in found.line
     if "pp" not in parallel and ("model" in asked.memory.policy or "model.layers.*" in asked.memory.policy):
         assert "memory.policy places" in planned.line or asked.parallel.ep > 1
-        assert not planned.config.step.graph
+        step = planned.config.step
+        assert not step.graph and planned.is_fast == (asked.parallel.ep > 1 and step.capacity_factor > 0)
     if parallel == {} and "self_attn" in str(more):
         assert planned.is_fast
     if parallel == {"ep": 2} and reaches and not isinstance(asked.memory.policy, dict):

@@ -4,7 +4,8 @@ Input: a `Config`, and `Facts` about processes, GPUs and model. Output: a `FastP
 `memory.graph` and parallel's `overlap`, `reshard` and `capacity_factor`, and why it has it. Values that were given stay. All
 processes of a run, and its plan, call the same pure function.
 
-The fast path is chosen only for what ran on GPUs with these keys given by hand, in comparison with steps that the host launches:
+A graph is chosen only for what ran on GPUs with these keys given by hand, in comparison with steps that the host launches.
+Without one, expert groups of any size overlap and leave room for rows; that was measured on 2 and 4 GPUs:
 
     one process          tests/train/test_local_graph_gpu.py (all families), benchmarks/results/local_graph.json
     expert parallelism   tests/train/test_cuda_graph_gpu.py (2 GPUs, all families, bitwise), paging_ep2_*.json, paging_ep4.json
@@ -16,7 +17,7 @@ The fast path is chosen only for what ran on GPUs with these keys given by hand,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Set
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -24,7 +25,8 @@ from forebay.config.sections import AUTO, Config
 
 GRAPH, _ROOM = "memory.graph", "parallel.capacity_factor"
 ROOM = 2.0
-"""`parallel.capacity_factor` of the fast path. Between 2 processes nothing can exceed it; the runs named above had it."""
+"""`parallel.capacity_factor` of the fast path. The runs named above had it. Between 2
+processes nothing can exceed it; between more, a step that does runs again with exact sizes."""
 MOST_GATHERED = 4 << 30
 """Bytes of gathered weights that a graph may add on one process: 5 % of a GPU with 80 GB, where a host-launched step gathers one
 layer after the other. Weights, gradients and AdamW's state take eight times as much."""
@@ -34,10 +36,10 @@ GRAPH_NODES = 500_000
 MOST_NODES = 1 << 30
 """Bytes of nodes that a graph may have on one process."""
 _FAMILIES = ("qwen3_moe", "glm4_moe", "deepseek_v2", "deepseek_v3", "mixtral", "olmoe", "gpt_oss")
-_OVERLAPPED = {"keep", "recompute", "stash"}  # placements
+_OVERLAPPED = frozenset({"keep", "recompute", "stash"})  # placements
 _PROCESSES = (2, 4)  # that shared a model in those runs
 _BESIDE = "memory.graph = true tries it"
-_CALLED = "the fastest that ran on such GPUs without a graph"
+_CALLED = "the fastest without a graph, on 2 and 4 GPUs that were measured"
 _FASTEST = "the fastest that ran on such GPUs"
 
 
@@ -74,7 +76,7 @@ class FastPath:
 
     Attributes:
         reasons: the keys that were "auto", and why each has its value.
-        obstacle: why there is no graph, and all that goes with it, where "auto" could have chosen one; "" if it did.
+        obstacle: why "auto" chose no graph; "" if it did, or had nothing to choose.
     """
 
     config: Config
@@ -223,9 +225,10 @@ def _fast(c: Config) -> FastPath:
 
 
 def _called(c: Config, facts: Facts, obstacle: str) -> FastPath:
-    """For a configuration with an obstacle to a graph: what expert parallelism has of the fast path without one.
+    """For a configuration with an obstacle to a graph: overlap and a capacity, for expert groups.
 
-    Room for rows lets the host run ahead of the device, and another microbatch hides the exchanges.
+    Room for rows lets the host run ahead of the device, and another microbatch hides the exchanges. Weights are gathered for each
+    use, as in other called steps: they take less memory so.
     """
     plain, p = implied(c), c.parallel
     found = plain
@@ -303,11 +306,12 @@ def _few_microbatches(c: Config, facts: Facts) -> Iterator[str]:
         yield "a step has one microbatch, and overlap needs two; a smaller train.microbatch gives more"
 
 
-def _placement_obstacles(c: Config, facts: Facts, ran: set[str], where: str) -> Iterator[str]:
+def _placement_obstacles(c: Config, facts: Facts, ran: Set[str], where: str) -> Iterator[str]:
     others = sorted(c.memory.placements - ran)
     if others or c.memory.recompute != "light":
         what = f"memory.policy with {others[0]!r}" if others else f"memory.recompute = {c.memory.recompute!r}"
-        yield f"{what} did not run in a graph on {where}, only {' and '.join(sorted(ran))} did"
+        only = ", ".join(sorted(ran)) if others else "'light'"
+        yield f"{what} did not run in a graph on {where}, only {only} did"
     if facts.container is not None:
         yield f"memory.policy places {facts.container or 'the whole model'!r}, and a graph's step runs the sublayers in it"
 

@@ -216,7 +216,8 @@ class Parallel:
     capacity_factor: float | str = key(
         AUTO,
         "Rows that 'symmetric' has room for, relative to even routing, without host synchronization; a step that needs "
-        "more runs again with exact sizes. 0 is exact sizes, with one synchronization a layer; 'auto' follows memory.graph.",
+        "more runs again with exact sizes. 0 is exact sizes, with one synchronization a layer; 'auto' is 2 "
+        "where the GPUs of an expert group read each other's memory.",
         choices=(AUTO,),
         low=0.0,
     )
@@ -241,7 +242,8 @@ class Parallel:
     )
     overlap: bool | str = key(
         AUTO,
-        "Run the forward of a microbatch together with the backward of the one before. 'auto' follows memory.graph.",
+        "Run the forward of a microbatch together with the backward of the one before. 'auto' does with expert parallelism, "
+        "where that is known to be faster.",
         choices=(AUTO,),
     )
 

@@ -183,10 +183,10 @@ _SYNCHRONIZED: Mapping[str, float] = {"nccl": 3.0e-3, "symmetric": 1.4e-3}
 ahead afterwards. Calibrated: nccl against capacity in benchmarks/results/paging_ep2_qwen3.md, and Qwen3's own routing against
 float32 in ep.md. The dispatch alone, in ep_exchange_4gpu.md, is slower by 0.6 and 0.1 ms."""
 
-_MET = 0.45e-3
-"""Seconds for each layer and microbatch in which the GPUs of an expert group wait for each other, at its four exchanges, whatever
-hides their bytes. Calibrated: 18 graphs of blind draws 10 to 17 took 4 to 32 % longer than planned without it, 0.2 to 3.7 ms a
-layer and microbatch, and those of benchmarks/results/paging_ep2_*.md 0.4 ms."""
+_EXCHANGE_WAIT = 0.45e-3
+"""Seconds that the GPUs of an expert group wait for each other, for each layer and microbatch, even if overlap hides the
+transfers. Without it, 18 graphs of blind draws 10 to 17 took 4 to 32 % longer than planned, and those of
+benchmarks/results/paging_ep2_*.md 5 %."""
 
 
 def dispatch_wait(config: Config) -> float:
@@ -248,7 +248,7 @@ class LayerTimer:
             f, b = self.sublayer(part, placements.get(name, "keep"))
             forward, backward = forward + f, backward + b
         if layer.is_moe and here.mlp:
-            waits, met = dispatch_wait(self.config), _MET * (self.config.parallel.ep > 1)
+            waits, met = dispatch_wait(self.config), _EXCHANGE_WAIT * (self.config.parallel.ep > 1)
             counting = self.clock.seconds(OpCost("pointwise", 0, 0, STATISTICS)) * self.statistics
             forward = forward + KernelTime(
                 compute=waits + met + counting, launches=waits / self.clock.device.at("launch")

@@ -39,7 +39,7 @@ _DECOMPOSED = frozenset({torch.ops.aten._softmax, torch.ops.aten.slice_backward}
 """Operations that torch decomposes before it compiles, into pointwise ones and reductions whose results are small. Eager
 attention's probabilities come from the scores again; their gradient gets a column for GPT-OSS's sinks."""
 _EMPTY = frozenset({torch.ops.aten.empty, torch.ops.aten.new_empty, torch.ops.aten.new_empty_strided})
-"""Operations whose results have no content. The last is of autograd's backward of copies."""
+"""Operations whose results have no content. Autograd's backward of a copy calls the last."""
 _IN_PLACE = frozenset({"aten.scatter.src", "aten.scatter.value"})
 """Autograd's formulas run these in place on a result of their own, but not on subclasses of a tensor such as fake tensors."""
 _MATMULS = frozenset({"aten.mm.default", "aten.addmm.default", "aten.bmm.default", "aten.baddbmm.default"})
@@ -130,7 +130,7 @@ class OpRecorder(TorchDispatchMode):
         name = str(func)
         results = tensors_in(out)
         sources = tensors_in((args, kwargs))
-        # Inductor generates no code for complex numbers, and torch's partitioner saves what becomes one, as rotary embeddings.
+        # Inductor generates no code for complex numbers, and torch's partitioner saves what is converted to one.
         is_real = not any(tensor.is_complex() for tensor in (*sources, *results))
         fused = _is_fused(func, packet) and is_real
         pads = fused and self._fused and self._block > 1

@@ -41,7 +41,8 @@ class Part:
         shared: bytes that all layers of the stage read and this one, their first, holds until its backward: masks, rotary tables.
         given, unused: bytes of each tensor that they read besides and nothing saves, as masks of eager attention; and of masks
             for no layer.
-        held: places in `given` of what its checkpoint holds until its backward, and none of an earlier part.
+        held: indices into the first part's `given`: what this part's checkpoint holds until its backward. A mask is listed at the
+            first part that holds it.
         alone: the first sublayer of a layer whose second one another stage has: a computation of its own.
         with_previous: under "recompute", one checkpoint has the part before it and this one: only the former's input is kept.
         stashed_x: under "stash", number and bytes of the experts' x, which is in pages after the sublayer's forward.

@@ -97,6 +97,7 @@ GPU_FAMILIES: dict[str, dict[str, Any]] = {
     "olmoe": {**_NARROW, **_QWEN_EXPERTS},
     "gpt_oss": {**_NARROW, "num_local_experts": 8, "sliding_window": 128},
 }
+MIXED_PRECISION = {"dtype": "float32", "compute": "bfloat16"}
 BALANCED = "qwen3_moe", "glm4_moe"  # by a router's loss, and by a router bias
 
 

@@ -15,6 +15,7 @@ import torch
 from tests.train.common import (
     BALANCED,
     GPU_FAMILIES,
+    MIXED_PRECISION,
     config,
     differing,
     figures_of,
@@ -43,7 +44,7 @@ RUNS: dict[str, tuple[float, dict[str, Any]]] = {
     "graph, recompute experts, reshard": (2.0, {"policy": {"*.mlp.experts": "recompute"}, "graph": True}),
 }
 FEW = "exact", "graph", "graph, stash"
-MIXED, BF16 = {"dtype": "float32", "compute": "bfloat16"}, {"dtype": "bfloat16"}
+BF16 = {"dtype": "bfloat16"}
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Case:
     """Runs of a family, which are the same to the bit."""
 
     family: str
-    dtypes: dict[str, str] = field(default_factory=lambda: MIXED)
+    dtypes: dict[str, str] = field(default_factory=lambda: MIXED_PRECISION)
     names: tuple[str, ...] = FEW
 
     def path(self, folder: Path, name: str, rank: int) -> Path:

@@ -31,8 +31,8 @@ BF16_STEPS = 32  # until steps with offload are captured for good: three graphs 
 # differed in some query weights' last bits, with and without a graph.
 MODEL = {"dtype": "float32", "attention": "eager"}
 SIZES = {**GPU_SIZES, "num_hidden_layers": 4, "num_experts": 8, "router_aux_loss_coef": 0.01}
-# Layers that are cut in two; each rank's weights are others then.
 IN_A_GRAPH = " in a graph"
+# Layers that are cut in two; each rank's weights are others then.
 CUT_NAMES = "bf16 cut", "bf16 cut in a graph", "bf16 cut through NCCL", "bf16 cut through NCCL in a graph"
 CUT: tuple[tuple[str, dict[str, Any]], ...] = tuple((name, {"graph": "graph" in name}) for name in CUT_NAMES)
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from tests.train.common import GPU_FAMILIES, config, differing, figures_of, state_of, write_text
+from tests.train.common import GPU_FAMILIES, MIXED_PRECISION, config, differing, figures_of, state_of, write_text
 
 STEPS = 20  # where something is offloaded, several graphs are timed first
 MEMORY: dict[str, dict[str, Any]] = {
@@ -16,7 +16,6 @@ MEMORY: dict[str, dict[str, Any]] = {
     "mixed": {"policy": {"*.self_attn": "offload", "*.mlp": "offload", "*.mlp.experts": "recompute"}, "offload": "all"},
     "compiled": {"compile": True, "policy": {"*.self_attn": "recompute", "*.mlp": "offload"}, "offload": "all"},
 }
-MIXED_PRECISION = {"dtype": "float32", "compute": "bfloat16"}
 
 
 def trained(

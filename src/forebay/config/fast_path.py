@@ -25,8 +25,8 @@ from forebay.config.sections import AUTO, Config
 
 GRAPH, _ROOM = "memory.graph", "parallel.capacity_factor"
 ROOM = 2.0
-"""`parallel.capacity_factor` of the fast path. The runs named above had it. Between 2
-processes nothing can exceed it; between more, a step that does runs again with exact sizes."""
+"""`parallel.capacity_factor` of the fast path. The runs named above had it. Between 2 processes nothing can exceed it; between
+more, a step that does runs again with exact sizes."""
 MOST_GATHERED = 4 << 30
 """Bytes of gathered weights that a graph may add on one process: 5 % of a GPU with 80 GB, where a host-launched step gathers one
 layer after the other. Weights, gradients and AdamW's state take eight times as much."""
@@ -234,7 +234,7 @@ def _called(c: Config, facts: Facts, obstacle: str) -> FastPath:
     found = plain
     obstacles = (*_model_obstacles(c, facts), *_float32_obstacles(c), *_exchange_obstacles(c, facts))
     if facts.gpu and p.ep > 1 and p.pp == 1 and p.dispatch in ("auto", "symmetric") and not obstacles:
-        overlaps = not (*_few_microbatches(c, facts), *_placement_obstacles(c, facts, _OVERLAPPED, ""))
+        overlaps = not (*_few_microbatches(c, facts), *_placement_obstacles(c, facts, _OVERLAPPED, "several GPUs"))
         overlap, capacity = _given(p.overlap, overlaps), _given(p.capacity_factor, ROOM)
         found = _with(c, graph=False, overlap=overlap, reshard=_given(p.reshard, True), capacity=capacity)
     path = _explained(c, found, obstacle, obstacle)

@@ -86,7 +86,7 @@ class OpRecorder(TorchDispatchMode):
         self._numbers: dict[int, int] = {}
         self._origin_sizes: list[int] = []
         self._origin_storages: list[int] = []
-        # Of compiled code: storages that were made empty, where the log makes them, and what was copied into them.
+        # By each storage that compiled code made empty: its operation's position in the log, and the storages copied into it.
         self._empty: dict[int, tuple[int, tuple[int, ...]]] = {}
         # The last operation that may write in place: its position in the log, the storage it overwrites, its result's address.
         self._overwrites: tuple[int, int, int] | None = None

@@ -102,6 +102,7 @@ def placed_parts(
 ) -> list[Part]:
     """The parts of a stage in forward order. `prefix`: path of the layers; `recompute`: `Config.recompute` or `WHOLE_LAYER`."""
     found = [_part("embedding", "embedding", trace.embedding)] if stage.embedding else []
+    holding: set[int] = set()  # masks, by their checkpoints so far
     for here in stage.layers:
         number, layer = here.number, trace.layers[here.number]
         for name, sublayer in layer.on(here):
@@ -115,7 +116,8 @@ def placed_parts(
             shared, given = (trace.shared, trace.given) if first else (0, ())
             part = replace(part, shared=shared, given=given, unused=trace.unused * first, alone=not here.mlp)
             given_here = sublayer.given if part.placement == "recompute" else ()
-            held = tuple(n for n in given_here if not any(n in earlier.held for earlier in found))
+            held = tuple(n for n in given_here if n not in holding)
+            holding.update(held)
             found.append(replace(part, balance=balance, with_previous=with_previous, held=held))
     return found + ([_part("head", "head", trace.head)] if stage.head else [])
 

@@ -195,7 +195,7 @@ class StepWalk:
         self._running["forward"] = part.path
         self._params.enter(part.place, part.mlp, False)
         run = PartRun(part, {}, x, shared=shared)
-        if self._given:
+        if part.held and self._given:
             run.held = [self._given[place] for place in part.held]
             model_inputs[:] = [block for block in model_inputs if block not in run.held]
         self._manager.begin_forward(run)

@@ -102,14 +102,16 @@ def test_what_whole_tiles_compute_takes_time() -> None:
 
 
 def test_unvectorized_and_unaligned_kernels_are_slower() -> None:
-    """fp32 [32768, 2048] into bf16: 0.27 ms of torch's loop, 0.10 of a vectorized kernel. A GEMM is slower unless it is bound by
-    memory."""
-    clock = Clock(device())
+    """fp32 [32768, 2048] into bf16 on an H200: 0.27 ms of torch's loop, 0.10 of a vectorized kernel. An H100's loop is hardly
+    slower, 1.83 to 1.99 ms for 2.83 GB of bf16, though its memory is. A GEMM is slower unless it is bound by memory."""
     n = 32768 * 2048
-    slow, fast = (clock.seconds(OpCost("pointwise", 0, 6 * n, loads=loads)) for loads in (3 * n, 0))
-    assert slow / fast == pytest.approx(0.27 / 0.10, rel=0.02)
+    slow, fast = (Clock(load("h200")).seconds(OpCost("pointwise", 0, 6 * n, loads=loads)) for loads in (3 * n, 0))
+    assert slow == pytest.approx(0.27e-3, rel=0.05) and fast == pytest.approx(0.10e-3, rel=0.05)
+    scores = OpCost("pointwise", 0, 2_830_000_000, loads=1_415_000_000)
+    assert Clock(load("h100")).seconds(scores) == pytest.approx(1.91e-3, rel=0.05)
+    clock = Clock(device())
     aligned, unaligned = (clock.seconds(OpCost(kind, 10**6, 10)) for kind in ("gemm", "gemm_unaligned"))
-    assert unaligned > 10 * aligned
+    assert unaligned > 5 * aligned
     assert clock.seconds(OpCost("gemm_unaligned", 10**6, 10**6)) == pytest.approx(1000)
 
 

@@ -534,6 +534,13 @@ class UnshardedLifecycle(_Sharded):
         self._made = True
 
     def _gather_all_of(self, number: int) -> None:
+        group = self._groups[number]
+        if self._made and group.processes == 1:  # cast in one pass
+            if number not in self._whole:
+                self._whole[number] = [
+                    self._allocator.malloc(self._s.compute * p.own or 1, self._stream) for p in group.params
+                ]
+            return
         arriving = self._gather(number, self._stream)
         self._copy_out(number)
         self._free(arriving)
@@ -564,11 +571,7 @@ class UnshardedLifecycle(_Sharded):
     def compute_experts(self, place: Any, begin: bool) -> None:
         n = self._expert_groups.get(place)
         if n is not None and begin and n not in self._whole:
-            group, size = self._groups[n], self._s.compute
-            if group.processes > 1:
-                self._gather_all_of(n)
-            else:  # cast in one pass
-                self._whole[n] = [self._allocator.malloc(size * p.own or 1, self._stream) for p in group.params]
+            self._gather_all_of(n)
         elif n is not None and not begin:
             self._reshard(n)
 

@@ -6,6 +6,7 @@ Input: the `OpCost`s of a trace, a device profile, and a `Config`. Output: `Kern
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
@@ -33,9 +34,10 @@ _RATES: Mapping[str, str] = MappingProxyType(
 
 _LARGE = 1 << 30
 """Bytes of a kernel whose bandwidth is that of the memory alone."""
-_UNVECTORIZED = 3.4
-"""Bytes whose copy takes as long as what an unvectorized kernel adds for each element that it reads or writes: 0.8 ns for 1000 on
-an H200, whatever their width. bf16 1.5 TB/s, fp32 2.5, and from fp32 into bf16 1.5 (`forebay.kernels.cross_entropy.scale`)."""
+_UNVECTORIZED = 1.2e-12
+"""Seconds of the multiprocessors, whatever the memory, for each element that an unvectorized kernel reads or writes. On an H100
+and an H200 alike, bf16 moves at 1.5 TB/s (`forebay.kernels.cross_entropy.scale`, and five kernels of 2.8 GB in run 10 of the
+eighteenth draw); on an H200 fp32 at 2.5. Products of halves, as in rotary positions, take 2.2 ps instead of 1.2."""
 _SKINNY = 0.4
 """Share of a copy's bandwidth that a product in fp32 with a router's few columns reaches: 1.4 to 1.9 TB/s for 16 to 32."""
 _MATRICES, _GRADIENTS, _SUMS = 0.82, 0.49, 0.73
@@ -46,9 +48,9 @@ _REREAD = 1.6
 """Times that a matrix is read at most: the tiles of an expert with many rows share it in the cache."""
 _ADDED = 0.87
 """Share of the rate of gradients that their own kernel reaches which adds them to sums."""
-_UNALIGNED = 0.03
-"""Share of a GEMM's rate with unaligned rows, some 20 TFLOP/s on an H200. Calibrated on GPT-OSS, whose eager attention has 4097
-scores a row; see docs/estimator.md."""
+_UNALIGNED = 0.19
+"""Share of a GEMM's rate with unaligned rows: 139 and 168 TFLOP/s forward and backward, for 32 heads of 128 on an H100 with 1921
+scores a row (run 10 of the eighteenth draw)."""
 
 
 @dataclass(frozen=True)
@@ -141,8 +143,8 @@ class Clock:
         if op.kind == "all_to_all":
             return self._all_to_all(op.bytes) + gap if op.bytes else 0.0
         moved = self.moved(op.bytes)
-        if op.kind == "pointwise":  # what is in the cache, where small kernels are, is read element by element too
-            return moved + _UNVECTORIZED * op.loads / self.device.at("bandwidth", _LARGE) + gap
+        if op.kind == "pointwise":
+            return math.hypot(moved, _UNVECTORIZED * op.loads) + gap
         rate = self.device.at("matmul_fp32" if self.wide else _RATES[op.kind], op.flops)
         computed = op.flops * op.padding / rate
         match op.kind:

@@ -6,6 +6,7 @@ Input: each operation as `forebay.estimate.op_recorder` sees it run on fake tens
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -17,15 +18,24 @@ from torch.utils.flop_counter import flop_registry
 from forebay.estimate.types import MULTIPROCESSORS, OpCost
 
 _NO_KERNEL = frozenset("empty empty_like empty_strided new_empty new_empty_strided lift_fresh lift_fresh_copy".split())
+# Write their result, and read no tensor that they are given.
+_FILLS = frozenset(
+    "new_zeros new_ones new_full zeros_like ones_like full_like zeros ones full zero_ fill_ arange scalar_tensor".split()
+)
 # Inductor does not fuse these with what is around them.
 _NOT_FUSED = frozenset(
     "topk sort argsort cumsum bincount histc index_put index_put_ scatter_add scatter_add_ index_add index_add_ "
     "embedding_dense_backward multinomial searchsorted".split()
 )
 # Uncompiled kernels that never load vectors; `max` is one because it also returns indices.
-_UNVECTORIZED = frozenset("cat stack repeat max min argmax argmin gather scatter index".split())
+_UNVECTORIZED = frozenset("repeat max min argmax argmin gather index".split())
 _REDUCTIONS = frozenset("sum mean amax amin".split())
 _CONVERSIONS = frozenset("_to_copy copy copy_ _softmax _log_softmax _softmax_backward_data".split())
+_SOFTMAX, _SOFTMAX_BACKWARD, _ALIGNED = 1.25, 0.7, 0.56
+"""Unvectorized loads, for each element read or written, that take as long as exponentials and reductions of uncompiled torch's
+softmax, and the share of them where rows begin at multiples of 16 bytes. On an H100 rows of 1921 elements take 2.3 ms for 2.8 GB
+forward, and backward 1.4 for a product and 2.2 for 4.2 GB (run 10 of the eighteenth draw); on an H200 aligned ones 0.93 for 1.9.
+"""
 _ROW_PASSES = frozenset("_softmax _log_softmax _softmax_backward_data max amax".split())
 _ROW_PASS_BYTES = 9
 """Bytes an element by which a compiled pass over rows takes longer than its memory: exponentials, and a loop over each row. Of 7
@@ -35,7 +45,7 @@ _ROUTE_KERNELS = 20
 _SPLIT = 1.3
 """Bytes that a run moves over those of one kernel, on average: Inductor splits it where reductions go over other dimensions, as
 in a norm of heads before rotary positions. Measured on the layers of run 08 of the tenth blind draw: 0.7 to 1.9 by sublayer."""
-_ROW_WAIT, _BLOCKS_WAIT, _TOPK_WAIT = 300, 10_000_000, 13_000_000
+_ROW_WAIT, _BLOCKS_WAIT, _TOPK_WAIT = 200, 6_700_000, 8_700_000
 """Unvectorized loads that take as long as what threads of a reduced row wait for each other, the blocks that add rows, and a wave
 of `topk` with the sort of its result. On an H200 0.25 ns (32,768 rows of 64 in 10 microseconds), 8 microseconds (9 to 30 for 2 to
 21 MB), and 11 (14 for 1024 rows, 46 for 16,384), in benchmarks/results/step_kernels.json and run 19 of the eleventh draw."""
@@ -127,6 +137,8 @@ class Tally:
         addresses = {_key(t) for t in sources}
         if all(_key(t) in addresses for t in results) and not base.endswith("_"):
             return  # a view under another name, such as aten._unsafe_view
+        if base in _FILLS:
+            sources = []
         if base == "embedding":  # reads the rows that are looked up, not the whole weight
             self._separate(args, kwargs, [OpCost("pointwise", 0, 2 * sum(map(_bytes, results)))])
         elif not self._fused or base in _NOT_FUSED:
@@ -134,10 +146,16 @@ class Tally:
             moved = sum(map(_bytes, (*sources, *results)))
             if self._fused or "out" in kwargs:
                 cost = OpCost("pointwise", 0, moved)
+            elif base in ("scatter", "scatter_"):  # backward writes in place into zeros; a fake tensor makes a copy
+                cost = _element_by_element(_bytes(args[2]) + 2 * args[2].numel() * results[0].element_size(), results)
+            elif base in ("cat", "stack"):
+                cost = _joined(moved, args, results[0])
             elif _is_unvectorized(base, args, sources, results):
                 cost = _element_by_element(moved, (*sources, *results))
+            elif "softmax" in base:
+                cost = _softmax(base, moved, results[0])
             else:
-                cost = OpCost("pointwise", 0, moved * (2 if _takes_twice(base, sources, results) else 1))
+                cost = OpCost("pointwise", 0, moved * (2 if _widens(base, sources, results) else 1))
             if waits := _waits(base, args, sources, results):
                 cost = replace(cost, loads=cost.loads + waits)
             self._separate(args, kwargs, [cost])
@@ -203,10 +221,11 @@ class Tally:
 def _matmul(func: Any, args: Any, kwargs: Any, out: Any) -> list[OpCost]:
     tensors = [*tensors_in((args, kwargs)), *tensors_in(out)]
     flops = int(flop_registry[func.overloadpacket](*args, **kwargs, out_val=out))
-    kind = "gemm_fp32" if tensors[0].dtype == torch.float32 else "gemm"
-    if kind == "gemm" and any(map(_is_unaligned, tensors)):
+    kind, padding = "gemm_fp32" if tensors[0].dtype == torch.float32 else "gemm", 1.0
+    if kind == "gemm" and any(map(_is_unaligned, tensors)):  # its kernel computes whole tiles
         kind = "gemm_unaligned"
-    return [OpCost(kind, flops, sum(map(_bytes, tensors)))]
+        padding = math.prod(-(-n // _TILE) * _TILE / n for n in tensors_in(out)[0].shape[-2:] if n)
+    return [OpCost(kind, flops, sum(map(_bytes, tensors)), padding=padding)]
 
 
 def _attention(func: Any, args: Any, kwargs: Any, out: Any) -> list[OpCost]:
@@ -316,12 +335,29 @@ def _element_by_element(moved: int, tensors: Iterable[Tensor]) -> OpCost:
     return OpCost("pointwise", 0, moved, loads=moved // min(sizes, default=2))
 
 
-def _takes_twice(base: str, sources: list[Tensor], results: list[Tensor]) -> bool:
-    """Whether an uncompiled kernel takes twice as long as its bytes: torch's softmax, and its conversion to a wider dtype, which
-    is not vectorized (bf16 to fp32 at 2.0 TB/s on an H200, fp32 to bf16 at 4.0)."""
-    if base not in ("_to_copy", "copy", "copy_"):
-        return base == "_softmax"
-    return results[0].element_size() > sources[-1].element_size()
+def _joined(moved: int, args: Any, result: Tensor) -> OpCost:
+    """Tensors beside each other. torch copies whole vectors if each part is contiguous and whole vectors long; else it divides
+    for each element, which takes twice as long as a load: 1.4 and 2.2 ns for 1000 on an H100 (run 10 of the eighteenth draw)."""
+    parts, dim = args[0], args[1] if len(args) > 1 else 0
+    inner = math.prod(result.shape[dim % result.dim() + 1 :]) * result.element_size()
+    if all(part.is_contiguous() and part.shape[dim] * inner % 16 == 0 for part in parts if part.dim() == result.dim()):
+        return OpCost("pointwise", 0, moved)
+    cost = _element_by_element(moved, (result,))
+    return replace(cost, loads=2 * cost.loads)
+
+
+def _softmax(base: str, moved: int, result: Tensor) -> OpCost:
+    """The backward of a softmax multiplies the gradient by the output first, in a kernel of its own."""
+    elements = moved // result.element_size() * (1.0 if _is_unaligned(result) else _ALIGNED)
+    if base == "_softmax_backward_data":
+        return OpCost("pointwise", 0, 2 * moved, loads=round(_SOFTMAX_BACKWARD * elements))
+    return OpCost("pointwise", 0, moved, loads=round(_SOFTMAX * elements))
+
+
+def _widens(base: str, sources: list[Tensor], results: list[Tensor]) -> bool:
+    """Whether it is uncompiled torch's conversion to a wider dtype, which takes twice as long as its bytes: it is not vectorized
+    (bf16 to fp32 at 2.0 TB/s on an H200, fp32 to bf16 at 4.0)."""
+    return base in ("_to_copy", "copy", "copy_") and results[0].element_size() > sources[-1].element_size()
 
 
 def _has_gaps(tensor: Tensor) -> bool:

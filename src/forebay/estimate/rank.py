@@ -332,9 +332,9 @@ STEP_LAUNCHES = 460
 GRAPH_STEP_LAUNCHES = 80
 """The same with a step's CUDA graph."""
 GRAPH_SHARDED, GRAPH_LAYER = 60, 30
-"""What that has besides where weights are sharded, in all and for each of a rank's layers: gathers before the replay and the
-update after it are launched by the host. Of runs 01, 02, 08 and 18 of the tenth blind draw: 1.3 to 8 ms on hosts of 8 to 12
-microseconds a launch."""
+"""What that has besides where processes share weights, in all and for each of a rank's layers: gathers before the replay and the
+update after it are launched by the host. Of runs 01, 02, 08 and 18 of the tenth blind draw: 1.3 to 8 ms on hosts of
+8 to 12 microseconds a launch. A process with whole weights casts them in few kernels (run 09 of the eighteenth draw: 0.9 ms)."""
 
 
 @dataclass(frozen=True)
@@ -385,7 +385,8 @@ class StepTimer:
     def _around(self, layers: int) -> int:
         """Launches in which the device is idle. A called step of an engine has those of a captured one too."""
         sharing = self.run.sharing
-        captured = GRAPH_STEP_LAUNCHES + (GRAPH_SHARDED + GRAPH_LAYER * layers) * sharing.sharded
+        shared = sharing.sharded and sharing.data > 1
+        captured = GRAPH_STEP_LAUNCHES + (GRAPH_SHARDED + GRAPH_LAYER * layers) * shared
         return captured if self.run.captured else max(STEP_LAUNCHES, captured * sharing.gathered)
 
     def _sharding(self) -> ShardingTime:

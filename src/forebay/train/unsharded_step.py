@@ -9,7 +9,7 @@ embedding's gradient is made of.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -48,6 +48,11 @@ class UnreducedGradients:
     rows: EmbeddingRows | None
 
 
+_LARGE = 1 << 23
+"""Elements from which a weight is cast faster by a kernel of its own: on an H100, fp32 to bf16 moves at 2.5 TB/s by a kernel for
+many weights and at 2.9 by one for each, which take the host 10 microseconds each."""
+
+
 class UnshardedStep:
     """See the module docstring. An FSDP2 record below is an `FSDPParam`: the shard, the gathered parameter and its gradient.
 
@@ -79,15 +84,16 @@ class UnshardedStep:
         if not self._sharded:
             return
         fully_shard.state(self._model)._lazy_init()  # type: ignore[attr-defined]  # the root's forward would do it
-        for module in self._modules:
-            if module not in self._resharded:
-                module.unshard()
-            elif not self._is_made:  # FSDP2 makes a gathered parameter when it gathers it for the first time
-                module.unshard()
+        held = [module for module in self._modules if module not in self._resharded]
+        if self._is_made:
+            _unshard(held)
+            return
+        for module in self._modules:  # FSDP2 makes a gathered parameter when it gathers it for the first time
+            module.unshard()
+            if module in self._resharded:
                 module.reshard()
-        if not self._is_made:
-            self._install_hooks()
-            self._is_made = True
+        self._install_hooks()
+        self._is_made = True
 
     def begin(self, tokens: int) -> None:
         """Prepare to accumulate gradients of gathered parameters; `tokens` of all microbatches, on this process."""
@@ -362,7 +368,7 @@ def _gathered_experts(
     module: Any, experts: Any, rows: Tensor, ids: Tensor, weights: Tensor, max_rows: int | None
 ) -> Tensor:
     """Stage 3 with the weights of `module` gathered for the call, and again for its backward."""
-    unshard = partial(_unshard, module)
+    unshard = partial(_unshard, [module])
     unshard()
     # Autograd runs the nodes of a stage from its end to its beginning: gathered before the first, freed after the last.
     rows = _CallInBackward.apply(rows, module.reshard)
@@ -371,21 +377,33 @@ def _gathered_experts(
     return y
 
 
-def _unshard(module: Any) -> None:
-    """`module.unshard()` of a module that was unsharded before.
+def _unshard(modules: Iterable[Any]) -> None:
+    """`module.unshard()` of modules that were unsharded before.
 
-    Weights that this process has whole are cast in one pass. FSDP2 casts to a temporary and copies that; and it makes streams
-    wait that would not join a capture again.
+    Weights that this process has whole are cast in one pass, small ones together. FSDP2 casts each to a temporary and copies
+    that; and it makes streams wait that would not join a capture again.
     """
-    group = fsdp_group(module)
-    if group.mesh_info.shard_mesh_size > 1:
-        module.unshard()
-    elif group.is_sharded:
-        for record in group.fsdp_params:
-            record.alloc_all_gather_outputs()
-            (whole,) = record.all_gather_outputs
-            with torch.autograd._unsafe_preserve_version_counter(whole):
-                whole.copy_(record._sharded_param_data)
+    whole = []
+    for module in modules:
+        group = fsdp_group(module)
+        if group is None or group.mesh_info.shard_mesh_size > 1:
+            module.unshard()
+        elif group.is_sharded:
+            whole.append(group)
+    small: dict[tuple[torch.dtype, torch.dtype], list[tuple[Tensor, Tensor]]] = {}
+    for record in (record for group in whole for record in group.fsdp_params):
+        record.alloc_all_gather_outputs()
+        (gathered,), shard = record.all_gather_outputs, record._sharded_param_data
+        if gathered.numel() < _LARGE:
+            small.setdefault((gathered.dtype, shard.dtype), []).append((gathered, shard))
+            continue
+        with torch.autograd._unsafe_preserve_version_counter(gathered):
+            gathered.copy_(shard)
+    for pairs in small.values():
+        gathered_ones, shards = map(tuple, zip(*pairs, strict=True))
+        with torch.autograd._unsafe_preserve_version_counter(gathered_ones):
+            torch._foreach_copy_(gathered_ones, shards)
+    for group in whole:
         group._to_unsharded()
 
 

@@ -197,7 +197,9 @@ def _parser() -> argparse.ArgumentParser:
     add("--json", action="store_true", help="as JSON")
     add("--html", metavar="FILE", type=Path, help="also write an HTML page, in one file")
 
-    saved = "show what a forward pass saves for backward; on a pipeline, what every rank saves in a step"
+    saved = (
+        "show what a forward pass saves for backward without placements; on a pipeline, what every rank saves in a step"
+    )
     add = command("profile", _profile, configured, help=saved)
     add("--json", action="store_true", help="as JSON")
 

@@ -481,8 +481,12 @@ def _checkpointing_off(model: nn.Module, regions: Regions) -> Callable[[], Abstr
         on: list[Any] = [layer for layer in layers if layer.__dict__.get("gradient_checkpointing")]
         if on and not warned:
             warned = True
+            inner = [
+                m for m in on if not any(other in on for other in m.modules() if other is not m)
+            ]  # not the model itself
+            layers_on = f"{len(inner)} layer{'s' * (len(inner) > 1)}"
             warnings.warn(
-                f"gradient checkpointing of transformers is on for {len(on)} layers in which Forebay's policy places saved "
+                f"gradient checkpointing of transformers is on for {layers_on} in which Forebay's policy places saved "
                 "tensors: the policy takes its place there (to recompute everything, use policy='recompute'). Silence this "
                 "with gradient_checkpointing=False in the TrainingArguments, or model.gradient_checkpointing_disable()",
                 stacklevel=2,

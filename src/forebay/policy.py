@@ -63,7 +63,7 @@ def parse_bytes(text: int | str) -> int:
     except ValueError:
         raise PolicyError(f"{text!r} is no size in bytes; valid are '2.5GiB', '80GB', '512MiB', 1073741824") from None
     if not 0 <= value < float("inf"):
-        raise PolicyError(f"{text!r} is no size in bytes; it must be 0 or more")
+        raise PolicyError(f"{text!r} is no size in bytes; it must be 0 or more, and finite")
     return int(value)
 
 

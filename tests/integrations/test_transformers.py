@@ -204,7 +204,7 @@ def test_a_mapping_leaves_layers_that_it_keeps_under_gradient_checkpointing() ->
             calls[number] += 1
 
         layer.self_attn.o_proj.register_forward_hook(count)
-    with pytest.warns(UserWarning, match="gradient checkpointing of transformers is on"):
+    with pytest.warns(UserWarning, match="gradient checkpointing of transformers is on for 1 layer in"):
         trainer.train()
     assert calls == [2, 4] and mine.plan == "3 keep, 1 offload"
 

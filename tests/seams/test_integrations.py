@@ -111,7 +111,7 @@ def test_adapters_on_the_head() -> None:
         near(adapted_step(before, ids), want, 1e-4)
     with forebay.manage(model):
         adapted = _lora(model, **head)
-        with pytest.warns(UserWarning, match="lm_head has become a Linear"):
+        with pytest.warns(UserWarning, match=r"lm_head has become a peft\.Linear"):
             near(adapted_step(adapted, ids), want, 1e-4)
 
 

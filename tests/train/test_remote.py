@@ -122,6 +122,10 @@ def test_the_newer_one_is_resumed(url: str, tiny: Callable[..., Config], tmp_pat
     assert resumed("") == (one, ())
     shutil.rmtree(here)
     assert resumed("") == (two, ())
+    next(two.glob("*.distcp")).unlink()  # a disk that fails; the copy there is whole
+    assert resumed("auto") == (two, ())
+    restore.load(two, model)
+    assert sorted(p.name for p in here.iterdir()) == [two.name]
 
 
 def test_what_is_not_whole_is_not_seen(url: str, tmp_path: Path) -> None:

@@ -90,7 +90,9 @@ def test_auto_starts_or_resumes_and_passes_over_damage(tiny: Callable[..., Confi
     damaged.write_bytes(damaged.read_bytes()[:-1])
     out = io.StringIO()
     assert train(config, Console(file=out, width=200), resume="auto") == folder
-    assert "step-00000003 is damaged" in out.getvalue() and "resumed after step 2" in out.getvalue()
+    said, before = " ".join(out.getvalue().split()), folder / "checkpoints" / "step-00000002"
+    assert "step-00000003 is damaged" in said and f"resume from an earlier one: --resume {before}" in said
+    assert f"resumed after step 2 from {before}" in said
     again = metrics(folder)
     assert [r["cross_entropy_loss"] for r in again] == [r["cross_entropy_loss"] for r in whole]
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 from unittest.mock import MagicMock
 
 import pytest
@@ -204,3 +205,12 @@ def test_nothing_changes_when_a_dispatch_fails(tiny: Callable[..., Config], monk
         monkeypatch.undo()
         assert trainer.step(2).cross_entropy_loss > 0
         assert differing(before, state_of(trainer))
+
+
+def test_a_vocabulary_that_is_too_small_is_refused_before_data_is_read(tiny: Callable[..., Config]) -> None:
+    config = tiny(model={"config": {"vocab_size": 64}})
+    with (
+        mock.patch("forebay.train.trainer.load_mixture", side_effect=AssertionError("it was read")),
+        pytest.raises(UsageError, match="vocab_size is 64, but the tokenizer has 257 ids"),
+    ):
+        Trainer(config)

@@ -80,8 +80,8 @@ class _FusedForward:
             if not self._warned_head:
                 self._warned_head = True
                 warnings.warn(
-                    f"{change} since forebay.manage, which the fused loss leaves out: the model's own loss runs, and "
-                    "holds logits [tokens, vocabulary]; undo that, call manage() again, or pass loss=None to silence this",
+                    f"{change}, which the fused loss leaves out: the model's own loss runs, and holds logits [tokens, "
+                    "vocabulary]; undo that, call manage() again on a new head, or pass loss=None to silence this",
                     stacklevel=2,
                 )
             return self._inner(*args, **kwargs)
@@ -111,15 +111,20 @@ def _change_of(model: Any, head: nn.Module) -> str | None:
     if model.loss_function is not ForCausalLMLoss:
         return f"loss_function has become {model.loss_function!r}"
     if model.lm_head is not head:
-        return f"lm_head has become a {type(model.lm_head).__name__} (an adapter or a new head)"
+        return f"lm_head has become a {_class_of(model.lm_head)} (an adapter or a new head)"
     if not is_outermost(head):
         return "lm_head got another forward"
     # A hook would get the loss where it expects logits. FSDP's hooks, which unshard the weight, look at neither.
     hooks = (head._forward_hooks, head._forward_pre_hooks, head._backward_hooks, head._backward_pre_hooks)
     for hook in (h for kind in hooks for h in kind.values()):
         if not str(getattr(hook, "__module__", None)).startswith(("torch.distributed.", "forebay.")):
-            return f"lm_head got the module hook {hook!r}"
+            return f"lm_head has the module hook {hook!r}"
     return None
+
+
+def _class_of(module: nn.Module) -> str:
+    """With its package: PEFT's classes have the names of torch's."""
+    return f"{type(module).__module__.partition('.')[0]}.{type(module).__name__}"
 
 
 def _loss_of_hidden(head: Any, logits: Tensor, labels: Tensor, vocab_size: Any = None, **options: Any) -> Tensor:
@@ -187,7 +192,7 @@ def _check_model(model: nn.Module) -> Callable[..., Any]:
     head: nn.Module = model.lm_head  # type: ignore[assignment]
     if not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
         raise ValueError(
-            f"fused loss: lm_head is a {type(head).__name__}, not a plain torch.nn.Linear (an adapter or a quantized layer "
+            f"fused loss: lm_head is a {_class_of(head)}, not a plain torch.nn.Linear (an adapter or a quantized layer "
             "cannot be fused)"
         )
     if scales and head.bias is not None:

@@ -241,7 +241,8 @@ def split_stash(
         if dispatcher is None or light_recompute_of(block.experts) is None:
             raise PolicyError(
                 f"{claim.pattern!r} puts 'stash' on {claim.path!r}, but without expert parallelism over Forebay's experts the "
-                "host knows the number of rows and nothing is padded: use 'keep', 'recompute' or 'offload', or pass a dispatcher"
+                "host knows the number of rows and nothing is padded: use 'keep', 'recompute' or 'offload', or share the experts "
+                "(parallel.ep of forebay train, dispatcher of forebay.manage)"
             )
         stashed.append(f"{block.path}.experts")
     return others, stashed

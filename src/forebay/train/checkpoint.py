@@ -284,7 +284,8 @@ class Checkpoints:
         return ""
 
     def fetch(self) -> Path | None:
-        """Download the remote folder's newest checkpoint if it was written after the newest one here. By one process only.
+        """Download the remote folder's newest checkpoint if it was written after the newest one here, or if that one lacks a file
+        or a part of one. By one process only.
 
         Raises:
             RunError: it cannot be read from there or written here.
@@ -294,7 +295,7 @@ class Checkpoints:
             return None
         name, written = found
         own = self.latest()
-        if own is not None and _written(own) >= written:
+        if own is not None and _written(own) >= written and _is_complete(own):
             return None
         partial, final = self.folder / f"{_PARTIAL}{name}", self.folder / name
         try:
@@ -394,6 +395,12 @@ def _written(path: Path) -> float:
         return float(read_manifest(path)["written"])
     except (OSError, ValueError, KeyError, TypeError):
         return 0.0
+
+
+def _is_complete(path: Path) -> bool:
+    """Whether all files of a readable manifest are there, in their sizes. Digests are compared when they are loaded."""
+    files = read_manifest(path)["files"]
+    return all((path / name).is_file() and (path / name).stat().st_size == size for name, (size, _) in files.items())
 
 
 def by_parameter() -> StateDictOptions:

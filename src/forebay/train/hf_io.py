@@ -40,6 +40,20 @@ _EXTRA_KEYS = frozenset(
 _FAMILY_KEYS: Mapping[str, frozenset[str]] = {"deepseek_v2": frozenset({"aux_loss_alpha"})}
 
 
+def check_vocabulary(config: Any, vocabulary: int) -> None:
+    """Refuse a model that has no row for some of the data's token ids.
+
+    Raises:
+        UsageError: it names both sizes.
+    """
+    size = config.get_text_config().vocab_size
+    if size < vocabulary:
+        raise UsageError(
+            f"the model's vocab_size is {size}, but the tokenizer has {vocabulary} ids; "
+            f"set model.config.vocab_size to at least {vocabulary}, or use the model's own tokenizer (data.tokenizer)"
+        )
+
+
 def build(
     section: Model,
     vocabulary: int,
@@ -64,11 +78,7 @@ def build(
         RunError: weights of a folder are missing, mis-shaped or truncated; raised on all processes.
     """
     config = configuration(section, vocabulary)
-    if config.get_text_config().vocab_size < vocabulary:
-        raise UsageError(
-            f"the model's vocab_size is {config.get_text_config().vocab_size}, but the tokenizer has {vocabulary} ids; "
-            f"set model.config.vocab_size to at least {vocabulary}, or use the model's own tokenizer (data.tokenizer)"
-        )
+    check_vocabulary(config, vocabulary)
     dtype = getattr(torch, section.dtype)
     config.use_cache = False
     loads = bool(section.path) and section.weights == "load"

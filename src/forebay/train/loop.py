@@ -15,6 +15,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -467,6 +468,7 @@ class _TrainingRun:
         return self._load(oldest)
 
     def _load(self, path: Path) -> int:
+        self.start = replace(self.start, resumed=path)
         about = restore.read_about(path)
         self._check_same(path, about)
         if about["step"] >= self.config.train.steps:

@@ -11,6 +11,7 @@ import pickle
 import re
 import warnings
 from collections.abc import Mapping
+from itertools import takewhile
 from pathlib import Path, PurePath
 from types import MappingProxyType
 from typing import Any
@@ -288,8 +289,6 @@ def _of_another_model(path: Path, why: str) -> RunError:
 
 
 def _damaged(path: Path, what: str) -> Damaged:
-    others = [p for p in Checkpoints(path.parent).all() if p != path]
-    advice = (
-        f"resume from an earlier one: --resume {others[-1]}" if others else "there is no other checkpoint beside it"
-    )
+    earlier = list(takewhile(lambda other: other != path, Checkpoints(path.parent).all()))
+    advice = f"resume from an earlier one: --resume {earlier[-1]}" if earlier else "there is no earlier one beside it"
     return Damaged(f"checkpoint {path} is damaged: {what}; {advice}")

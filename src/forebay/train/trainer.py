@@ -108,6 +108,7 @@ class Trainer:
             torch.set_num_threads(config.device.threads)
         _check_batch_memory(config, mesh)
         tokenizer = load_tokenizer(config.data.tokenizer)
+        hf_io.check_vocabulary(hf_io.configuration(config.model, tokenizer.vocabulary), tokenizer.vocabulary)
         self.corpus = load_mixture(config.data, tokenizer)
         self._batches, self._held_out = self.corpus.batches(config.data, config.train, mesh.batch)
         seed_all(config.train.seed)

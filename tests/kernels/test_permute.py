@@ -83,6 +83,18 @@ def test_triton_is_the_reference(tokens, k, width, sentinels, dtype, poisoned: N
 
 
 @backends
+def test_combine_with_weights(backend) -> None:
+    rows, weights = torch.randn(9, 48, device=DEVICE), torch.rand(4, 3, device=DEVICE)
+    inverse = torch.tensor([[0, 3, -1], [8, 1, 2], [-1, -1, -1], [7, 6, 5]], dtype=torch.int32, device=DEVICE)
+    rows[4] = torch.nan
+    got = combine_rows(rows, inverse, weights=weights, backend=backend)
+    picked = torch.where((inverse >= 0).unsqueeze(2), rows[inverse.clamp(min=0)] * weights.unsqueeze(2), 0.0)
+    torch.testing.assert_close(got, picked.sum(1))
+    with pytest.raises(ValueError, match="weights"):
+        combine_rows(rows, inverse, weights=weights[:2], backend=backend)
+
+
+@backends
 def test_combine_adds_in_fp32(backend) -> None:
     """256 + 1 + ... + 1 in bf16 stays 256 if it is rounded on the way."""
     rows = torch.ones(9, 16, dtype=torch.bfloat16, device=DEVICE)

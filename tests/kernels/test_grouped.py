@@ -53,6 +53,19 @@ def test_the_plain_form_against_fp64(dtype: torch.dtype) -> None:
     check(torch.randn(3, 24, 40, device=DEVICE, dtype=wide), left, right, offsets((5, 0, 12)), "reference")
 
 
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+@pytest.mark.parametrize("m", [2, 130, 256])
+def test_columns_that_alternate_between_two_halves(m: int, backend: str) -> None:
+    offs = offsets((33, 0, 70))
+    left, right = torch.randn(103, m, device=DEVICE), torch.randn(103, 40, device=DEVICE)
+    total = torch.randn(3, m, 40, device=DEVICE)
+    alternating, halves = total.clone(), total
+    add_rows_by_rows(alternating, left, right, offs, alternating=True, backend=backend)  # type: ignore[arg-type]
+    left = torch.cat((left[:, ::2], left[:, 1::2]), 1)
+    add_rows_by_rows(halves, left, right, offs, backend=backend)  # type: ignore[arg-type]
+    assert torch.equal(alternating, halves)
+
+
 def test_neighbors_rows_do_not_leak_in() -> None:
     """An expert's rows of NaN are its own: another one's last block reads no row of it."""
     offs = offsets((10, 20, 7))

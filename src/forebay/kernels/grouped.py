@@ -87,7 +87,7 @@ def _aligned(t: Tensor) -> bool:
 def _kernel(
     left_ptr, right_ptr, offs_ptr, total_ptr,
     m, n, left_stride, right_stride, expert_stride, m_stride,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    ALTERNATING: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """total[one expert, BLOCK_M, BLOCK_N]."""
     tiles_n = tl.cdiv(n, BLOCK_N)
@@ -109,13 +109,16 @@ def _kernel(
             left = tl.load(left_ptr + row * left_stride + ms[None, :], mask=live & inside_m, other=0.0)
             right = tl.load(right_ptr + row * right_stride + ns[None, :], mask=live & inside_n, other=0.0)
             product = tl.dot(tl.trans(left), right, product, input_precision="ieee")
-        at = total_ptr + expert.to(tl.int64) * expert_stride + ms.to(tl.int64)[:, None] * m_stride + ns[None, :]
+        to = ms // 2 + ms % 2 * (m // 2) if ALTERNATING else ms
+        at = total_ptr + expert.to(tl.int64) * expert_stride + to.to(tl.int64)[:, None] * m_stride + ns[None, :]
         inside = (ms < m)[:, None] & inside_n
         # Added at the end, not used as the initial value: a tensor core truncates small terms against a large sum.
         tl.store(at, tl.load(at, mask=inside, other=0.0) + product, mask=inside)
 
 
-def add_rows_by_rows(total: Tensor, left: Tensor, right: Tensor, offs: Tensor, *, backend: Backend = "auto") -> None:
+def add_rows_by_rows(
+    total: Tensor, left: Tensor, right: Tensor, offs: Tensor, *, alternating: bool = False, backend: Backend = "auto"
+) -> None:
     """total[e] += left[rows of e].T @ right[rows of e], for each expert e.
 
     Products are summed over an expert's rows in fp32, and each element of `total` is updated once: the same bits every time. The
@@ -127,9 +130,10 @@ def add_rows_by_rows(total: Tensor, left: Tensor, right: Tensor, offs: Tensor, *
         total: [E, M, N] fp32, or fp64 for fp64 operands; last dimension contiguous, elements do not overlap.
         left, right: [R, M] and [R, N] of one dtype, any strides; rows from offs[-1] on are not read.
         offs: [E] int32, the end row of each expert. The plain form, which handles fp64, reads it on the host.
+        alternating: the columns of `left` alternate between two halves of total's M: column 2i is row i, 2i + 1 is row M/2 + i.
 
     Raises:
-        ValueError: shapes, devices or dtypes that do not fit, a total that overlaps itself.
+        ValueError: shapes, devices or dtypes that do not fit, a total that overlaps itself, an odd M if `alternating`.
         TypeError: offs that are not int32 or int64.
     """
     if left.dim() != 2 or right.dim() != 2 or left.device != right.device or left.device != total.device:
@@ -140,7 +144,7 @@ def add_rows_by_rows(total: Tensor, left: Tensor, right: Tensor, offs: Tensor, *
     offs = packed("offs", offs, left, [None], INDICES)
     check_written("total", total)
     experts, m, n = offs.shape[0], left.shape[1], right.shape[1]
-    if total.shape != (experts, m, n) or left.shape[0] != right.shape[0]:
+    if total.shape != (experts, m, n) or left.shape[0] != right.shape[0] or (alternating and m % 2):
         raise ValueError(
             f"left {tuple(left.shape)} and right {tuple(right.shape)} of {experts} experts do not make {tuple(total.shape)}"
         )
@@ -151,7 +155,8 @@ def add_rows_by_rows(total: Tensor, left: Tensor, right: Tensor, offs: Tensor, *
             f"dimension, not {total.dtype} with strides {total.stride()}"
         )
     if not use_triton(backend, left):
-        _reference(total, left, right, offs)
+        halves = torch.cat((left[:, ::2], left[:, 1::2]), 1) if alternating else left
+        _reference(total, halves, right, offs)
         return
     if total.numel() == 0 or left.shape[0] == 0:
         return
@@ -160,8 +165,8 @@ def add_rows_by_rows(total: Tensor, left: Tensor, right: Tensor, offs: Tensor, *
     launch(
         _kernel, (experts * cdiv(m, _BLOCK_M) * cdiv(n, _BLOCK_N),),
         left, right, offs, total, m, n, left.stride(0), right.stride(0), total.stride(0), total.stride(1),
-        BLOCK_M=_BLOCK_M, BLOCK_N=_BLOCK_N, BLOCK_K=_BLOCK_K_BYTES // left.element_size(), num_warps=_WARPS,
-        num_stages=_STAGES,
+        ALTERNATING=alternating, BLOCK_M=_BLOCK_M, BLOCK_N=_BLOCK_N, BLOCK_K=_BLOCK_K_BYTES // left.element_size(),
+        num_warps=_WARPS, num_stages=_STAGES,
     )  # fmt: skip
 
 

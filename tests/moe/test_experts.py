@@ -392,21 +392,21 @@ def test_opcheck(gpt_oss: bool, ranks: dict[str, int]) -> None:
     settings = (*case.settings.values(),) if gpt_oss else ("swiglu", False, False, 1.0, 0.0)
     rest = (t["weights"], t["gate_up"], t["down"], t.get("gate_up_bias"), t.get("down_bias"), *settings)
     updates = [v for n, s in SCALES.items() for v in (t.get(f"{n}_a"), t.get(f"{n}_b"), s)]
-    edge = gate_up_edge(t["gate_up"], T, T * K, K, gpt_oss)
+    edge = gate_up_edge(t["gate_up"], T, T * K, K, gpt_oss, False)
     frozen = (rest[0], rest[1].detach(), *rest[2:])
     # Not under AOTAutograd: a traced function that returns h returns it as the backward leaves it.
     eager = ("test_schema", "test_autograd_registration", "test_faketensor")
     for save_h, max_rows in (("exact", None), ("", None), ("exact", 20)):
-        arguments = (t["x"], case.ids, *rest, save_h, max_rows, *updates, *NO_EDGE)
+        arguments = (t["x"], case.ids, *rest, save_h, max_rows, *updates, *NO_EDGE, False)
         torch.library.opcheck(torch.ops.forebay.experts.default, arguments, test_utils=eager)
-    arguments = (t["x"], case.ids, *frozen, "exact", None, *updates, *edge)
+    arguments = (t["x"], case.ids, *frozen, "exact", None, *updates, *edge.tensors, False)
     torch.library.opcheck(torch.ops.forebay.experts.default, arguments, test_utils=eager)
     x, dy = t["x"].detach(), torch.randn(T, H)
     rest = tuple(a.detach() if isinstance(a, Tensor) else a for a in rest)
     updates = [a.detach() if isinstance(a, Tensor) else a for a in updates]
     everything = (True,) * 4
     for max_rows in (None, 20):
-        _, h, *routing = torch.ops.forebay.experts(x, case.ids, *rest, "exact", max_rows, *updates, *NO_EDGE)
+        _, h, *routing = torch.ops.forebay.experts(x, case.ids, *rest, "exact", max_rows, *updates, *NO_EDGE, False)
         for kept, needs, deferred in (
             (h, everything, False),
             (None, everything, False),
@@ -415,11 +415,11 @@ def test_opcheck(gpt_oss: bool, ranks: dict[str, int]) -> None:
             (h, (False, False, True, False), True),
         ):
             arguments = (dy, x, kept, *routing, *rest, *needs, gpt_oss, gpt_oss, deferred, *updates)
-            arguments = (*arguments, *[bool(ranks)] * 3, bool(ranks) and needs[0])
+            arguments = (*arguments, *[bool(ranks)] * 3, bool(ranks) and needs[0], False)
             torch.library.opcheck(torch.ops.forebay.experts_backward.default, arguments)
     order, _, offs = routing
     for tokens_first in (True, False):
-        arguments = (dy, torch.randn(order.shape[0], WIDTH), order, offs, K, tokens_first)
+        arguments = (dy, torch.randn(order.shape[0], WIDTH), order, offs, K, tokens_first, False)
         torch.library.opcheck(torch.ops.forebay.experts_weight_backward.default, arguments)
 
 
@@ -508,7 +508,7 @@ def test_in_8_bits_it_compiles_to_the_same(gpt_oss: bool) -> None:
     assert saved(case, precision="fp8")[0] == saved_bytes
     t, settings = case.tensors, (*case.settings.values(),) if gpt_oss else ("swiglu", False, False, 1.0, 0.0)
     rest = (t["weights"], t["gate_up"], t["down"], t.get("gate_up_bias"), t.get("down_bias"), *settings)
-    arguments = (t["x"], case.ids, *rest, "fp8", None, *NO_UPDATES, *NO_EDGE)
+    arguments = (t["x"], case.ids, *rest, "fp8", None, *NO_UPDATES, *NO_EDGE, False)
     # Not under AOTAutograd, as above.
     eager = ("test_schema", "test_autograd_registration", "test_faketensor")
     torch.library.opcheck(torch.ops.forebay.experts.default, arguments, test_utils=eager)

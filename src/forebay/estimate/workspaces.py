@@ -94,7 +94,7 @@ def _experts_backward_workspace(
 
 
 def _weight_backward_workspace(
-    tokens: Tensor, rows: Tensor, order: Tensor, offs: Any, slots: int, tokens_first: bool, *, deferred: bool
+    tokens: Tensor, rows: Tensor, order: Tensor, offs: Any, *rest: Any, deferred: bool
 ) -> list[WorkspaceStep]:
     """The gathered tokens. Result: the gradient."""
     size = order.shape[0] * tokens.shape[1] * tokens.element_size()

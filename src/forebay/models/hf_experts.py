@@ -24,7 +24,7 @@ from forebay.memory.overrides import drop_setting, install, is_patched, put_sett
 from forebay.memory.storage import local
 from forebay.models.families import innermost, moe_blocks
 from forebay.moe.dispatch import TokenDispatcher
-from forebay.moe.experts import experts
+from forebay.moe.experts import experts, fuses
 from forebay.moe.experts_op import GateUpEdge
 from forebay.moe.low_rank import LowRank
 from forebay.moe.routing import check_routed
@@ -187,7 +187,7 @@ def _early_edge(
         return None
     check_routed(x, ids, weights)
     rows = ids.numel() if max_rows is None else min(ids.numel(), max_rows)
-    return gate_up_edge(gate_up, x.shape[0], rows, ids.shape[1], module.is_transposed)
+    return gate_up_edge(gate_up, x.shape[0], rows, ids.shape[1], module.is_transposed, _fuses(module, gate_up))
 
 
 def edge_of(module: Any, tokens: int) -> GateUpEdge | None:
@@ -196,7 +196,23 @@ def edge_of(module: Any, tokens: int) -> GateUpEdge | None:
     slots = getattr(config, "num_experts_per_tok", None)
     if not (torch.is_grad_enabled() and weight.requires_grad and uses_forebay(module)) or not isinstance(slots, int):
         return None
-    return gate_up_edge(weight, tokens, tokens * slots, slots, module.is_transposed)
+    return gate_up_edge(weight, tokens, tokens * slots, slots, module.is_transposed, _fuses(module, weight))
+
+
+def _fuses(module: Any, gate_up: Tensor) -> bool:
+    """What `experts` will decide; where it decides otherwise, it leaves the edge unused."""
+    if setting(module, "forebay_precision", "exact") != "exact":
+        return False
+    with torch.no_grad():  # no node of `to_local`: the experts' own has to be younger than the edge
+        down = local(module.down_proj)
+    return fuses(
+        gate_up,
+        down,
+        activation=_activation(module),
+        interleaved=not module.is_concatenated,
+        transposed=module.is_transposed,
+        biased=module.has_bias,
+    )
 
 
 def activation_of(module: Any) -> str:
@@ -212,6 +228,10 @@ def activation_of(module: Any) -> str:
         raise ValueError(
             f'{why}: leave this model on its own experts (experts=None, or experts_implementation="eager")'
         )
+    return _activation(module)
+
+
+def _activation(module: Any) -> str:
     return "swiglu" if type(module)._apply_gate is _default_apply_gate else "clamped_swiglu"
 
 

@@ -5,6 +5,9 @@ casts and calls the operation of `forebay.moe.experts_op`. Experts that keep row
 an autograd function of their own, in eager mode only, with bitwise the same results. Without a host synchronization only the
 device knows how many rows arrived, and autograd would save x and h in buffers of their capacity; pages hold the live rows alone.
 The autograd node owns the pages' ticket, and so do deferred weight gradients that read x.
+
+On a Hopper GPU with the package `quack-kernels`, the experts that `fuses` accepts run on `forebay.kernels.hopper`: faster, with a
+lower peak, and with other roundings. The decision is made once a call, and all operations of the call are told.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from forebay.kernels import hopper
 from forebay.kernels.paging import PagedRows, PageTable, restore, stash
 from forebay.kernels.row_fp8 import decode_rows, encode_rows, encoded_width
 from forebay.kernels.swiglu import Glu, compresses
@@ -131,8 +135,13 @@ def experts(
     has_backward = _has_backward(trained)
     at_once = deferred is None and (pages is None or not has_backward)
     saved_h = "fp8" if precision == "fp8" and compresses(gate_up.dtype, inner) else "exact"
+    plain = pages is None and saved_h == "exact" and gate_up_update is None and down_update is None
+    biased = gate_up_bias is not None or down_bias is not None
+    fused = plain and fuses(
+        gate_up, down, activation=activation, interleaved=interleaved, transposed=transposed, biased=biased
+    )
     edge = (
-        _edge_for(edge, x, ids, gate_up, max_rows, transposed)
+        _edge_for(edge, x, ids, gate_up, max_rows, transposed, fused)
         if at_once and has_backward and gate_up.requires_grad
         else None
     )
@@ -140,19 +149,38 @@ def experts(
     inputs = (
         x.to(gate_up.dtype).contiguous(), ids, weights, gate_up.detach() if edge else gate_up, down,
         gate_up_bias, down_bias, activation, interleaved, transposed, float(alpha), float(limit),
-        saved_h if save_h and has_backward else "", max_rows, a1, b1, s1, a2, b2, s2, *(edge or NO_EDGE),
+        saved_h if save_h and has_backward else "", max_rows, a1, b1, s1, a2, b2, s2,
+        *(NO_EDGE if edge is None else edge.tensors), fused,
     )  # fmt: skip
     y: Tensor = experts_op(*inputs)[0] if at_once else _eager_experts(inputs, deferred, pages, precision == "fp8")
     return y.to(x.dtype)
 
 
+def fuses(gate_up: Tensor, down: Tensor, *, activation: str, interleaved: bool, transposed: bool, biased: bool) -> bool:
+    """Whether experts with these weights can run on `forebay.kernels.hopper`.
+
+    They also need an exact h, saved or recomputed, and neither low-rank updates nor pages. Deferred weight gradients and rows
+    that a dispatcher sent (`max_rows`) are supported.
+    """
+    layout = activation == "swiglu" and not (interleaved or transposed or biased)
+    return layout and hopper.handles(gate_up, down)
+
+
 def _edge_for(
-    given: GateUpEdge | None, x: Tensor, ids: Tensor, gate_up: Tensor, max_rows: int | None, transposed: bool
+    given: GateUpEdge | None,
+    x: Tensor,
+    ids: Tensor,
+    gate_up: Tensor,
+    max_rows: int | None,
+    transposed: bool,
+    fused: bool,
 ) -> GateUpEdge | None:
     """The edge of a call: `given` if it fits; in eager mode else a new one."""
     rows = ids.numel() if max_rows is None else torch.sym_min(ids.numel(), max_rows)
+    if given is not None and given.fused != fused:
+        given = None  # it would take dh's columns for others
     if not torch.compiler.is_compiling():
-        return given or gate_up_edge(gate_up, x.shape[0], rows, ids.shape[1], transposed)
+        return given or gate_up_edge(gate_up, x.shape[0], rows, ids.shape[1], transposed, fused)
     fits = given is not None and given.x.shape == x.shape and given.dh.shape[0] == rows
     return given if fits else None
 
@@ -234,6 +262,7 @@ def _check_update(name: str, update: LowRank | None, num_experts: int, inputs: i
 def _eager_experts(inputs: tuple[Any, ...], store: WeightGradients | None, pages: Pages | None, rounds: bool) -> Tensor:
     """y of `experts_op(*inputs)`."""
     x, ids, weights, gate_up, down, gate_up_bias, down_bias, *settings, save_h, max_rows = inputs[:14]
+    fused = inputs[-1]
     trained = (x, weights, gate_up, down, gate_up_bias, down_bias)
     needs = NeededGradients(*(t is not None and t.requires_grad for t in trained))
     if not needs.da:
@@ -246,7 +275,7 @@ def _eager_experts(inputs: tuple[Any, ...], store: WeightGradients | None, pages
     edges = WeightEdges(gate_up, down, store.sums) if trains_stacks else None
     # The anchor makes y require a gradient where only gate_up and down do.
     anchor = torch.empty(0, device=x.device, requires_grad=True)
-    call = _ExpertsCall(ExpertSettings(*settings), save_h, max_rows, needs, edges, store, rounds)
+    call = _ExpertsCall(ExpertSettings(*settings), save_h, max_rows, needs, edges, store, rounds, fused)
     stacks = gate_up.detach(), down.detach()
     y: Tensor = _Experts.apply(x, ids, weights, *stacks, gate_up_bias, down_bias, anchor, call, pages)
     return y
@@ -255,7 +284,7 @@ def _eager_experts(inputs: tuple[Any, ...], store: WeightGradients | None, pages
 @dataclass(frozen=True, eq=False)
 class _ExpertsCall:
     """The arguments of `_Experts` that are no tensors; `edges` is None where gate_up and down are frozen. `rounds`: x waits in
-    pages in 8 bits an element, if it is bf16; `save_h` says it of h."""
+    pages in 8 bits an element, if it is bf16; `save_h` says it of h. `fused`: see `forebay.moe.experts_op.experts_forward`."""
 
     settings: ExpertSettings
     save_h: str
@@ -264,6 +293,7 @@ class _ExpertsCall:
     edges: WeightEdges | None
     store: WeightGradients
     rounds: bool
+    fused: bool
 
 
 class _Experts(torch.autograd.Function):
@@ -277,7 +307,7 @@ class _Experts(torch.autograd.Function):
         saves_x, saves_h = saved_for_backward(call.needs, call.save_h)
         parameters = ExpertParameters(gate_up, down, gate_up_bias, down_bias)
         if pages is None:
-            settings = *call.settings, call.save_h, call.max_rows, *NO_UPDATES, *NO_EDGE
+            settings = *call.settings, call.save_h, call.max_rows, *NO_UPDATES, *NO_EDGE, call.fused
             y, h, *routing = undispatched(experts_op, x, ids, weights, *parameters[:4], *settings)
         else:
             # Without a bound, x holds this rank's own tokens, which other modules save as well: moving them frees nothing.
@@ -286,7 +316,7 @@ class _Experts(torch.autograd.Function):
             h_bytes = encoded_width(width) if call.save_h == "fp8" else width * gate_up.element_size()
             ctx.paged = _PagedInputs(pages, x if moves_x else None, ids, h_bytes if saves_h else 0, call.rounds)
             y, h, routing = experts_forward(
-                x, ids, weights, parameters, call.settings, call.max_rows, "", ctx.paged.allocate
+                x, ids, weights, parameters, call.settings, call.max_rows, "", ctx.paged.allocate, fused=call.fused
             )
             saves_x, saves_h = saves_x and not moves_x, False
         ctx.save_for_backward(x if saves_x else None, h if saves_h else None, *routing, weights, *parameters[:4])
@@ -323,12 +353,12 @@ def _backward(ctx: Any, dy: Tensor, defer: bool) -> tuple[list[Tensor | None], l
     parameters = ExpertParameters(gate_up, down, gate_up_bias, down_bias)
     if paged is None:
         h = consumable(h)
-        settings = (*parameters[:4], *call.settings, *call.needs[:6], defer, *NO_UPDATES, *call.needs[6:])
+        settings = (*parameters[:4], *call.settings, *call.needs[:6], defer, *NO_UPDATES, *call.needs[6:], call.fused)
         computed = undispatched(experts_backward_op, dy, x, h, *routing, weights, *settings)
     else:
         x = paged.load_x if x is None else x
         computed = experts_backward(
-            dy, x, paged.h, Routing(*routing), weights, parameters, call.settings, call.needs, defer
+            dy, x, paged.h, Routing(*routing), weights, parameters, call.settings, call.needs, defer, fused=call.fused
         )
     dx, d_weights, dh, second, *d_biases = (
         gradient if need else None for gradient, need in zip(computed[:6], call.needs[:6], strict=True)
@@ -340,13 +370,13 @@ def _backward(ctx: Any, dy: Tensor, defer: bool) -> tuple[list[Tensor | None], l
     shared, transposed = (order, offs, inverse.shape[1]), call.settings.transposed
     x = x.detach() if isinstance(x, Tensor) else x
     weight_gradients: list[Any] = [
-        None if dh is None else WeightGradientOperands("tokens", x, dh, *shared, transposed), None
+        None if dh is None else WeightGradientOperands("tokens", x, dh, *shared, transposed, call.fused), None
     ]  # fmt: skip
     if second is not None:
         # dy itself, not an alias: autograd then sees that it is held, and accumulates it nowhere in place. A gradient is given
         # away: autograd copies one that is held elsewhere into `.grad`.
-        deferred = WeightGradientOperands("gradient", dy, second, *shared, not transposed) if defer else [second].pop
-        weight_gradients[1] = deferred
+        operands = second, *shared, not transposed, call.fused
+        weight_gradients[1] = WeightGradientOperands("gradient", dy, *operands) if defer else [second].pop
     return [dx, d_weights, *d_biases], weight_gradients
 
 

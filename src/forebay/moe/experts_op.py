@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.library import CustomOpDef
 from torch.utils.flop_counter import register_flop_formula
 
+from forebay.kernels import hopper
 from forebay.kernels.grouped import add_rows_by_rows, rows_by_matrix, rows_by_rows
 from forebay.kernels.low_rank import Gathered
 from forebay.kernels.paging import PageTable
@@ -49,16 +50,22 @@ class GateUpEdge(NamedTuple):
         x: [T, H], in gate_up's dtype like `dh`.
         dh: [R, 2I].
         order, offs: [R] and [E] fp32, because autograd refuses gradients of integers; these have the bits of int32.
+        fused: of the experts whose backward makes the operands; it says how dh's columns are ordered.
     """
 
     x: Tensor
     dh: Tensor
     order: Tensor
     offs: Tensor
+    fused: bool
+
+    @property
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        return self.x, self.dh, self.order, self.offs
 
 
 NO_EDGE = (None,) * 4
-"""The last arguments of `experts_op` for experts whose node returns gate_up's gradient itself."""
+"""`GateUpEdge.tensors` for experts whose node returns gate_up's gradient itself."""
 
 
 class ExpertSettings(NamedTuple):
@@ -119,6 +126,8 @@ def experts_forward(
     max_rows: int | None,
     save_h: str,
     pages_of: Callable[[Routing], PageTable | None] | None = None,
+    *,
+    fused: bool,
 ) -> tuple[Tensor, Tensor, Routing]:
     """Compute (y, h, routing).
 
@@ -136,12 +145,16 @@ def experts_forward(
         save_h: "fp8" returns h in 8 bits an element: uint8 [R, encoded_width(2I)].
         pages_of: called once the routing is known. If it returns a table, the activation kernel also writes the live rows of h
             to those pages, in 8 bits if their rows are that wide.
+        fused: compute by `forebay.kernels.hopper`, for experts that `forebay.moe.experts.fuses` accepts. There are no x_rows,
+            the gate and up columns of h alternate, and the routing weight is applied by `combine`.
     """
     glu = settings.glu
     num_experts = parameters.gate_up.shape[0]
     # No autocast inside the operation: backward recomputes h outside of any autocast region.
     with torch.autocast(x.device.type, enabled=False):
         routing = route(ids, num_experts, max_rows)
+        if fused:
+            return *_fused_forward(x, weights, parameters, routing), routing
         order, inverse, offs = routing
         pages = pages_of(routing) if pages_of is not None else None
         row_expert = _row_experts(routing, parameters)
@@ -170,6 +183,16 @@ def experts_forward(
     return y, h, routing
 
 
+def _fused_forward(x: Tensor, weights: Tensor, parameters: ExpertParameters, routing: Routing) -> tuple[Tensor, Tensor]:
+    """(y, h) by the kernels for Hopper."""
+    order, inverse, offs = routing
+    rows = hopper.rows_of(order, offs, inverse.shape[1])
+    h, glu = hopper.gated_product(x, rows, parameters.gate_up)
+    y_rows = rows_by_matrix(glu, _matrix(parameters.down, False), offs)
+    del glu
+    return combine_rows(y_rows, inverse, weights=weights), h
+
+
 @torch.library.custom_op("forebay::experts", mutates_args=())
 def experts_op(
     x: Tensor,
@@ -196,16 +219,18 @@ def experts_op(
     edge_dh: Tensor | None,
     edge_order: Tensor | None,
     edge_offs: Tensor | None,
+    fused: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """(y, h, order, inverse, offs). All that backward reads is an output, so that a checkpoint policy can keep it.
 
     h is empty if save_h is "", and as `experts_forward` returns it if that is "exact" or "fp8". A projection without a low-rank
-    update has None for a and b. A `GateUpEdge` is not read: it has the gradients from which its node computes gate_up's.
+    update has None for a and b. A `GateUpEdge` is not read: it has the gradients from which its node computes gate_up's. `fused`
+    is as in `experts_forward`; whoever reads h or dh takes the same one.
     """
     updates = _update(gate_up_a, gate_up_b, gate_up_scale), _update(down_a, down_b, down_scale)
     parameters = ExpertParameters(gate_up, down, gate_up_bias, down_bias, *updates)
     settings = ExpertSettings(activation, interleaved, transposed, alpha, limit)
-    y, h, routing = experts_forward(x, ids, weights, parameters, settings, max_rows, save_h)
+    y, h, routing = experts_forward(x, ids, weights, parameters, settings, max_rows, save_h, fused=fused)
     return y, h if save_h else x.new_empty(0), *routing
 
 
@@ -237,6 +262,8 @@ def experts_backward(
     needs: NeededGradients,
     defer_down: bool,
     over_h: bool = False,
+    *,
+    fused: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Compute the gradients in the order of `NeededGradients`, with dh in the place of gate_up's; those not needed are empty.
 
@@ -253,12 +280,13 @@ def experts_backward(
 
     Each tensor of N = T*K rows is freed after its last use. Temporary memory in bf16, h or dh included: 2N(H + 3I) bytes and then
     d_down, 2N(H + 2I) while dx is computed, and the same beside gate_up's gradient. T=16384, K=8, H=2048, I=768, E=128: 1088 MiB
-    forward; backward 1088 + 384 MiB, then 896 + 384, then 896 + 768.
+    forward; backward 1088 + 384 MiB, then 896 + 384, then 896 + 768. `fused` saves 2NH bytes of the first and of the last peak.
 
     Args:
         x: None where it was not saved; a callable loads it when it is needed.
         h: as `experts_forward` returned it, or its pages; None to recompute it, with the same kernel on the same operands:
             bitwise the same.
+        fused: of the forward. There are neither x_rows nor dy_rows, one kernel makes dh from dy, and dh alternates like h.
         defer_down: return act [R, I] in place of down's gradient. It is an operand of `experts_weight_backward_op`, as dh is.
         over_h: write dh over h, unless it is in 8 bits; the dh that is returned is then h. A recomputed h is always written over.
     """
@@ -268,13 +296,19 @@ def experts_backward(
         dy = dy.contiguous()
         row_expert = _row_experts(routing, parameters)
         first, second = (adapter_of(p, dy.dtype) for p in (parameters.gate_up_update, parameters.down_update))
-        dh, act, dw, dy_rows, dlow = _through_activation(
-            dy, x, h, routing, weights, parameters, settings, row_expert, needs, second, over_h
-        )
+        dy_rows = dlow = rows = None
+        if fused:
+            assert not isinstance(h, PageTable), "rows in pages are not fused"
+            rows = hopper.rows_of(order, offs, inverse.shape[1], weights)
+            dh, act, dw = _fused_through_activation(dy, x, h, routing, rows, weights, parameters, needs)
+        else:
+            dh, act, dw, dy_rows, dlow = _through_activation(
+                dy, x, h, routing, weights, parameters, settings, row_expert, needs, second, over_h
+            )
         del h
         if needs.down:
-            assert act is not None and dy_rows is not None
-            d_down = act if defer_down else _weight_gradient(dy_rows, act, offs, not settings.transposed)
+            assert act is not None
+            d_down = act if defer_down else _down_gradient(dy, dy_rows, act, offs, rows, not settings.transposed)
         del dy_rows
         if needs.down_update:
             assert second is not None and act is not None and dlow is not None
@@ -284,7 +318,10 @@ def experts_backward(
         dlow = None if first is None or dh is None else first.narrow_gradient(dh, offs)
         if needs.x:
             assert dh is not None
-            dx = _input_gradient(dh, routing, _matrix(parameters.gate_up, not settings.transposed), first, dlow)
+            if rows is not None:
+                dx = combine_rows(hopper.input_gradient(dh, rows, parameters.gate_up), inverse)
+            else:
+                dx = _input_gradient(dh, routing, _matrix(parameters.gate_up, not settings.transposed), first, dlow)
         if needs.gate_up_bias:
             assert dh is not None
             d_gate_up_bias = _sum_by_expert(dh, offs)
@@ -338,6 +375,7 @@ def experts_backward_op(
     need_gate_up_b: bool,
     need_down_a: bool,
     need_down_b: bool,
+    fused: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """`experts_backward` of saved tensors. Returns dh only where it is not `is_written_over` h."""
     updates = _update(gate_up_a, gate_up_b, gate_up_scale), _update(down_a, down_b, down_scale)
@@ -351,6 +389,7 @@ def experts_backward_op(
         ),
         defer_down,
         over_h=True,
+        fused=fused,
     )  # fmt: skip
     return grads if not is_written_over(h) else (*grads[:2], dy.new_empty(0), *grads[3:])
 
@@ -365,7 +404,7 @@ def _(
     activation, interleaved, transposed, alpha, limit,
     need_x, need_weights, need_gate_up, need_down, need_gate_up_bias, need_down_bias, defer_down,
     gate_up_a, gate_up_b, gate_up_scale, down_a, down_b, down_scale,
-    need_gate_up_a, need_gate_up_b, need_down_a, need_down_b,
+    need_gate_up_a, need_gate_up_b, need_down_a, need_down_b, fused,
 ):  # fmt: skip
     def like(t, need):
         return t.new_empty(t.shape) if need else dy.new_empty(0)
@@ -387,29 +426,42 @@ def _(
 
 @torch.library.custom_op("forebay::experts_weight_backward", mutates_args=())
 def experts_weight_backward_op(
-    tokens: Tensor, rows: Tensor, order: Tensor, offs: Tensor, slots_per_token: int, tokens_first: bool
+    tokens: Tensor, rows: Tensor, order: Tensor, offs: Tensor, slots_per_token: int, tokens_first: bool, fused: bool
 ) -> Tensor:
     """The gradient of gate_up, or that of down from what `experts_backward` returned with `defer_down`.
 
     Args:
         tokens, rows: x [T, H] and dh [R, 2I] for gate_up, dy [T, H] and act [R, I] for down.
         tokens_first: whether the parameter is [E, H, *] (gate_up if transposed, down if not) or [E, *, H].
+        fused: of the forward: no tokens are gathered in memory, and dh alternates. No such stack is transposed.
     """
     with torch.autocast(tokens.device.type, enabled=False):
+        if fused:
+            gradient = hopper.down_gradient if tokens_first else hopper.gate_up_gradient
+            return gradient(tokens, hopper.rows_of(order, offs, slots_per_token), rows)
         token_rows = gather_rows(tokens.contiguous(), order, offs, slots_per_token)
         return _weight_gradient(token_rows, rows, offs, tokens_first)
 
 
 @experts_weight_backward_op.register_fake
-def _(tokens, rows, order, offs, slots_per_token, tokens_first):
+def _(tokens, rows, order, offs, slots_per_token, tokens_first, fused):
     sides = (tokens.shape[1], rows.shape[1]) if tokens_first else (rows.shape[1], tokens.shape[1])
     return rows.new_empty((offs.shape[0], *sides))
 
 
 def add_weight_gradient(
-    total: Tensor, tokens: Tensor, rows: Tensor, order: Tensor, offs: Tensor, slots_per_token: int, tokens_first: bool
+    total: Tensor,
+    tokens: Tensor,
+    rows: Tensor,
+    order: Tensor,
+    offs: Tensor,
+    slots_per_token: int,
+    tokens_first: bool,
+    fused: bool,
 ) -> None:
     """Add the gradient of `experts_weight_backward_op` to `total` without storing it or rounding it to the operands' dtype.
+
+    Also for `fused` operands this gathers the tokens and uses Forebay's own kernel, which puts alternating rows in their places.
 
     Args:
         total: fp32, or fp64 for fp64 operands; of the parameter's shape.
@@ -420,7 +472,7 @@ def add_weight_gradient(
     token_rows = gather_rows(tokens.contiguous(), order, offs, slots_per_token)
     left, right = (token_rows, rows) if tokens_first else (rows, token_rows)
     with torch.autocast(tokens.device.type, enabled=False):
-        add_rows_by_rows(total, left, right, offs)
+        add_rows_by_rows(total, left, right, offs, alternating=fused and not tokens_first)
 
 
 def undispatched(operation: Callable[..., Any], *args: Any) -> Any:
@@ -457,6 +509,7 @@ def save_for_backward(ctx, inputs, output) -> None:
     """
     x, _, weights, gate_up, down, gate_up_bias, down_bias, *settings, save_h, _ = inputs[:14]
     gate_up_a, gate_up_b, gate_up_scale, down_a, down_b, down_scale = inputs[14:20]
+    ctx.fused = inputs[24]
     _, h, order, inverse, offs = output
     ctx.set_materialize_grads(False)
     # Callers cannot train through the outputs that exist to be saved.
@@ -478,13 +531,25 @@ def save_for_backward(ctx, inputs, output) -> None:
 def _gradients(ctx, dy: Tensor | None, *_):
     """The gradients of all arguments of `experts_op`."""
     if dy is None:
-        return (None,) * 24
+        return (None,) * 25
     refuse_second_derivative()
     x, h, order, inverse, offs, *saved, gate_up_a, gate_up_b, down_a, down_b = ctx.saved_tensors
     updates = gate_up_a, gate_up_b, ctx.scales[0], down_a, down_b, ctx.scales[1]
     h = consumable(h)
     grads = experts_backward_op(
-        dy, x, h, order, inverse, offs, *saved, *ctx.settings, *ctx.needs[:6], False, *updates, *ctx.needs[6:]
+        dy,
+        x,
+        h,
+        order,
+        inverse,
+        offs,
+        *saved,
+        *ctx.settings,
+        *ctx.needs[:6],
+        False,
+        *updates,
+        *ctx.needs[6:],
+        ctx.fused,
     )
     dx, d_weights, dh, *rest = (g if need else None for g, need in zip(grads, ctx.needs, strict=True))
     dh = h if is_written_over(h) and ctx.needs.gate_up else dh
@@ -493,9 +558,9 @@ def _gradients(ctx, dy: Tensor | None, *_):
     if ctx.has_edge:
         edge = x, dh, order.view(torch.float32), offs.view(torch.float32)
     elif ctx.needs.gate_up:
-        d_gate_up = experts_weight_backward_op(x, dh, order, offs, inverse.shape[1], ctx.settings[2])
+        d_gate_up = experts_weight_backward_op(x, dh, order, offs, inverse.shape[1], ctx.settings[2], ctx.fused)
     updates = d_gate_up_a, d_gate_up_b, None, d_down_a, d_down_b, None
-    return (dx, None, d_weights, d_gate_up, *parameters, *(None,) * 7, *updates, *edge)
+    return (dx, None, d_weights, d_gate_up, *parameters, *(None,) * 7, *updates, *edge, None)
 
 
 def is_written_over(h: Tensor | None) -> bool:
@@ -535,7 +600,7 @@ def _experts_flop(
     x, ids, weights, gate_up, down, gate_up_bias, down_bias,
     activation, interleaved, transposed, alpha, limit, save_h, max_rows,
     gate_up_a, gate_up_b, gate_up_scale, down_a, down_b, down_scale,
-    edge_x, edge_dh, edge_order, edge_offs, out_shape=None, **kwargs,
+    edge_x, edge_dh, edge_order, edge_offs, fused, out_shape=None, **kwargs,
 ) -> int:  # fmt: skip
     """2 * R * 3IH, and 2 * R * r(in + out) for an update. All rows count, sentinels included: only shapes are known."""
     slots = ids[0] * ids[1]
@@ -555,7 +620,7 @@ def _experts_backward_flop(
     activation, interleaved, transposed, alpha, limit,
     need_x, need_weights, need_gate_up, need_down, need_gate_up_bias, need_down_bias,
     defer_down, gate_up_a, gate_up_b, gate_up_scale, down_a, down_b, down_scale,
-    need_gate_up_a, need_gate_up_b, need_down_a, need_down_b, out_shape=None, **kwargs,
+    need_gate_up_a, need_gate_up_b, need_down_a, need_down_b, fused, out_shape=None, **kwargs,
 ) -> int:  # fmt: skip
     """One product of a projection for each gradient that is computed here, and one to recompute h. An update has besides `low`,
     for b's gradient, and `dlow`."""
@@ -577,7 +642,7 @@ def _experts_backward_flop(
 
 @register_flop_formula(torch.ops.forebay.experts_weight_backward)
 def _experts_weight_backward_flop(
-    tokens, rows, order, offs, slots_per_token, tokens_first, out_shape=None, **kwargs
+    tokens, rows, order, offs, slots_per_token, tokens_first, fused, out_shape=None, **kwargs
 ) -> int:
     """One product."""
     return 2 * rows[0] * rows[1] * tokens[1]
@@ -630,6 +695,40 @@ def _through_activation(
         over_h=over_h and isinstance(h, Tensor) and is_written_over(h),
     )  # fmt: skip
     return dh, act, dw, kept, dlow
+
+
+def _fused_through_activation(
+    dy: Tensor,
+    x: Tensor | Callable[[], Tensor] | None,
+    h: Tensor | None,
+    routing: Routing,
+    rows: hopper.Rows,
+    weights: Tensor,
+    parameters: ExpertParameters,
+    needs: NeededGradients,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """(dh, act, dw) by the kernels for Hopper, None where not needed; dh is written over h."""
+    if not (needs.da or needs.act):
+        return None, None, None
+    if h is None:
+        assert x is not None, "x is saved wherever h is not"
+        h, glu = hopper.gated_product(_loaded(x), rows, parameters.gate_up)
+        del glu
+    if not needs.da:
+        return None, swiglu_forward(h, weights, routing.order, routing.offs, Glu(interleaved=True)), None
+    act, partial = hopper.activation_gradient(dy, rows, parameters.down, h)
+    dw = hopper.slot_sums(partial, routing.inverse) if needs.weights else None
+    return h if needs.dh else None, act if needs.act else None, dw
+
+
+def _down_gradient(
+    dy: Tensor, dy_rows: Tensor | None, act: Tensor, offs: Tensor, rows: hopper.Rows | None, tokens_first: bool
+) -> Tensor:
+    """Of gathered dy_rows, or of dy and the rows of the kernels for Hopper."""
+    if rows is not None:
+        return hopper.down_gradient(dy, rows, act)
+    assert dy_rows is not None
+    return _weight_gradient(dy_rows, act, offs, tokens_first)
 
 
 def _input_gradient(

@@ -210,7 +210,9 @@ class DeferredWeightGradient:
         edges.add_or_run(operands, keep_graph=keep_graph)
 
 
-def gate_up_edge(gate_up: Tensor, tokens: int, rows: int, slots_per_token: int, transposed: bool) -> GateUpEdge:
+def gate_up_edge(
+    gate_up: Tensor, tokens: int, rows: int, slots_per_token: int, transposed: bool, fused: bool
+) -> GateUpEdge:
     """An autograd edge to gate_up whose node computes its gradient, after that of the experts has run.
 
     One node would return the gradients of gate_up and down together, [E, 2I, H] and [E, H, I]. With two, autograd adds down's to
@@ -221,19 +223,20 @@ def gate_up_edge(gate_up: Tensor, tokens: int, rows: int, slots_per_token: int, 
     Args:
         gate_up: [E, 2I, H], or [E, H, 2I] if `transposed`; requires a gradient.
         tokens, rows: T of the experts' tokens, and R of their rows (T*K, or `max_rows`).
+        fused: whether those experts are computed by the kernels for Hopper (`forebay.moe.experts.fuses`).
 
     Returns:
         For one call of `forebay.moe.experts.experts`.
     """
-    edge: GateUpEdge = GateUpEdge(*_GateUpGradient.apply(gate_up, tokens, rows, slots_per_token, transposed))
-    return edge
+    x, dh, order, offs = _GateUpGradient.apply(gate_up, tokens, rows, slots_per_token, transposed, fused)
+    return GateUpEdge(x, dh, order, offs, fused)
 
 
 class _GateUpGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, gate_up, tokens, rows, slots_per_token, transposed):
+    def forward(ctx, gate_up, tokens, rows, slots_per_token, transposed, fused):
         ctx.set_materialize_grads(False)
-        ctx.arguments = slots_per_token, transposed
+        ctx.arguments = slots_per_token, transposed, fused
         hidden, width = gate_up.shape[1:] if transposed else gate_up.shape[:0:-1]
         shapes = (tokens, hidden), (rows, width), (rows,), (gate_up.shape[0],)
         dtypes = gate_up.dtype, gate_up.dtype, torch.float32, torch.float32
@@ -243,6 +246,6 @@ class _GateUpGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx, x, dh, order, offs):
         if dh is None:
-            return (None,) * 5
+            return (None,) * 6
         operands = x, dh, order.view(torch.int32), offs.view(torch.int32)
-        return undispatched(experts_weight_backward_op, *operands, *ctx.arguments), None, None, None, None
+        return undispatched(experts_weight_backward_op, *operands, *ctx.arguments), *(None,) * 5

@@ -14,17 +14,20 @@ With ``--low-rank``, each product of the updates is timed beside the grouped GEM
 ("grouped_mm"), and the operation without updates, with gate_up and down frozen, beside the operation with them.
 
 With ``--sonic``, outputs and gradients are compared before anything is timed; "held" is what a forward leaves allocated for its
-backward, "peak" the most that both together allocate, and the ratios are Forebay's figure over SonicMoE's.
+backward, "peak" the most that both together allocate, and the ratios are Forebay's figure over SonicMoE's. Forebay is measured
+with its own kernels, and with those of quack-kernels where the package is installed and the GPU is a Hopper ("forebay, hopper").
 """
 
 import argparse
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import sonic
 import torch
 from common import GIB, median_ms, save, settle_memory, write
 
+import forebay.kernels.hopper as hopper
 from forebay.kernels.low_rank import Gathered, add_widened, narrow_rows, sum_outer
 from forebay.kernels.permute import combine_rows, gather_rows
 from forebay.kernels.swiglu import Glu, swiglu_backward, swiglu_forward
@@ -283,42 +286,73 @@ def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got.float() - want.float()).norm() / want.float().norm())
 
 
+HOPPER = "forebay, hopper"
+SONIC_COMPILES_WITHIN = 120.0
+"""Seconds, after which the arm is left out: a first call that hangs must not take the other figures with it."""
+
+
+def arm_of(arm: str, given: list[torch.Tensor]) -> Callable[[], torch.Tensor]:
+    """A forward of these experts. "forebay" leaves the kernels of `forebay.kernels.hopper` unused."""
+    if arm == "sonicmoe":
+        return sonic.experts(*given)
+    if arm == HOPPER and not hopper.handles(*given[3:]):
+        raise RuntimeError("the kernels for Hopper GPUs are not ready")
+
+    def forward() -> torch.Tensor:
+        if arm == HOPPER:
+            return experts(*given)
+        with mock.patch.object(hopper, "handles", return_value=False):
+            return experts(*given)
+
+    return forward
+
+
+def measure_arm(arm: str, shape: sonic.Shape, wanted: tuple[torch.Tensor, ...] | None) -> tuple[dict, tuple]:
+    """A row, after a comparison with the results `wanted`, and the results themselves."""
+    torch.manual_seed(0)
+    given, dy = sonic.inputs(shape)
+    trained = [t for t in given if t.requires_grad]
+    forward = arm_of(arm, given)
+    y = forward()
+    got = (y.detach(), *torch.autograd.grad(y, trained, dy))
+    del y
+    row: dict[str, Any] = {}
+    if wanted is not None:
+        row["largest relative error"] = max(map(relative_error, got, wanted))
+        if not row["largest relative error"] < 0.05:
+            raise RuntimeError(f"results differ by {row['largest relative error']:.3g}, not timed")
+        got = ()
+    return row | measure_whole(forward, trained, dy), got
+
+
 def against_sonic() -> None:
-    """Rows of both for each shape, written as they come; one that fails says why."""
-    for process in sonic.compile_ahead(SONIC_SHAPES.values()):
-        process.wait()
+    """Rows of all arms for each shape, written as they come; one that fails says why."""
+    missing = sonic.wait(sonic.compile_ahead(SONIC_SHAPES.values()), SONIC_COMPILES_WITHIN)
     table: list[dict] = []
     results: dict[str, tuple[torch.Tensor, ...]] = {}
-    for arm in ("forebay", "sonicmoe"):
+    # SonicMoE comes last: what was measured before it is written, whatever it does.
+    for arm in ("forebay", *([HOPPER] if hopper.is_installed() else []), "sonicmoe"):
         for name, shape in SONIC_SHAPES.items():
-            torch.manual_seed(0)
-            given, dy = sonic.inputs(shape)
-            trained = [t for t in given if t.requires_grad]
             row: dict[str, Any] = {"shape": name, "arm": arm}
             try:
-                forward = sonic.experts(*given) if arm == "sonicmoe" else lambda given=given: experts(*given)
-                y = forward()
-                got = (y.detach(), *torch.autograd.grad(y, trained, dy))
-                del y
-                if arm == "sonicmoe":
-                    row["largest relative error"] = max(map(relative_error, got, results[name]))
-                    if not row["largest relative error"] < 0.05:
-                        raise RuntimeError(f"results differ by {row['largest relative error']:.3g}, not timed")
-                else:
-                    results[name] = got
-                del got
-                row |= measure_whole(forward, trained, dy)
+                if arm == "sonicmoe" and missing:
+                    raise RuntimeError(f"its kernels were not compiled: {missing}")
+                more, got = measure_arm(arm, shape, results.get(name))
+                row |= more
+                results.setdefault(name, got)
             except Exception as error:
                 row["error"] = f"{type(error).__name__}: {str(error)[:300]}"
             table.append(row)
             print(row, flush=True)
             save("experts-sonic", table)
-            del given, dy, trained
     rows = {(row["shape"], row["arm"]): row for row in table if "peak MiB" in row}
     for name in SONIC_SHAPES:
-        if (own := rows.get((name, "forebay"))) and (other := rows.get((name, "sonicmoe"))):
-            figures = ("forward ms", "forward + backward ms", "held MiB", "peak MiB")
-            table.append({"shape": name, "arm": "ratio"} | {key: own[key] / other[key] for key in figures})
+        for arm in ("forebay", HOPPER):
+            if (own := rows.get((name, arm))) and (other := rows.get((name, "sonicmoe"))):
+                figures = ("forward ms", "forward + backward ms", "held MiB", "peak MiB")
+                table.append(
+                    {"shape": name, "arm": f"{arm} / sonicmoe"} | {key: own[key] / other[key] for key in figures}
+                )
     write("experts-sonic", table)
 
 

@@ -26,8 +26,22 @@ def is_installed() -> bool:
 
 
 def compile_ahead(shapes: Iterable[Shape]) -> list[subprocess.Popen[bytes]]:
-    """Start a process a shape that compiles what `experts` needs. Wait for them before the first call."""
+    """Start a process a shape that compiles what `experts` needs. Wait for them (`wait`) before the first call."""
     return [subprocess.Popen([sys.executable, __file__, *map(str, shape)]) for shape in shapes]
+
+
+def wait(processes: Iterable[subprocess.Popen[bytes]], seconds: float) -> str:
+    """Wait for them, and end those that take longer. Returns what went wrong, "" if nothing did."""
+    until, problems = time.monotonic() + seconds, []
+    for process in processes:
+        try:
+            if process.wait(max(0.0, until - time.monotonic())):
+                problems.append(f"exit code {process.returncode}")
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            problems.append(f"not ready after {seconds:.0f} s")
+    return "; ".join(problems)
 
 
 def _load() -> tuple[Callable[..., Any], Any]:

@@ -137,7 +137,7 @@ def test_every_import_is_a_requirement_or_names_its_extra(wheel: Path) -> None:
         for module, handlers in third_party(ast.parse(file.read_text("utf-8"))):
             # torch's writer of event files needs the package of the same name
             package = "tensorboard" if module == "torch.utils.tensorboard" else module.split(".")[0]
-            name = {"yaml": "pyyaml"}.get(package, package)
+            name = {"yaml": "pyyaml", "quack": "quack-kernels"}.get(package, package)
             advice[name] = advice.get(name, "") + handlers
         hosted = file.parent.name == "integrations" and file.stem in advice.keys() - required[""]
         for name in () if hosted else advice.keys() - required[""]:

@@ -286,10 +286,11 @@ def test_on_the_gpu_compiled_with_a_lower_peak(noted: list[bool], monkeypatch: p
 
     def peak() -> int:
         case.grads(dy)
+        y = case.run()
         torch.cuda.synchronize()
         base = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
-        case.grads(dy)
+        torch.autograd.grad(y, list(case.tensors.values()), dy)
         return torch.cuda.max_memory_allocated() - base
 
     eager, fused = case.grads(dy), peak()
@@ -301,6 +302,5 @@ def test_on_the_gpu_compiled_with_a_lower_peak(noted: list[bool], monkeypatch: p
     case.run = run
     monkeypatch.setattr(experts_module.hopper, "handles", lambda *args: False)
     plain = peak()
-    # Neither x_rows nor dy_rows: 2RH bytes less, of which some are in another peak's place.
-    rows = case.ids.numel() * 2 * 512
-    assert fused <= plain - rows // 2, (fused, plain)
+    # Of 2R(H + 3I) bytes, then 2R(H + 2I) while dx is computed, the first have no dy_rows any more: 2RI less, but small tensors.
+    assert fused <= plain - case.ids.numel() * 2 * 256 * 3 // 4, (fused, plain)

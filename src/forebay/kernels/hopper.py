@@ -129,10 +129,16 @@ class _Kernels:
 
 
 def _check_version() -> None:
-    """RuntimeError unless the package is the release whose functions are called below."""
+    """RuntimeError unless the package is the release whose functions are called below, and can be imported."""
     found = importlib.metadata.version("quack-kernels")
     if found != _VERSION:
-        raise RuntimeError(f"quack-kernels {found} is installed, and Forebay calls {_VERSION}")
+        raise RuntimeError(
+            f"quack-kernels {found} is installed, and Forebay calls {_VERSION}: pip install 'forebay[hopper]'"
+        )
+    try:
+        import quack.gemm  # noqa: F401
+    except ImportError as error:
+        raise RuntimeError(f"{error}; pip install 'forebay[hopper]' installs what is needed") from error
 
 
 def _compile_all() -> None:

@@ -302,5 +302,6 @@ def test_on_the_gpu_compiled_with_a_lower_peak(noted: list[bool], monkeypatch: p
     case.run = run
     monkeypatch.setattr(experts_module.hopper, "handles", lambda *args: False)
     plain = peak()
-    # Of 2R(H + 3I) bytes, then 2R(H + 2I) while dx is computed, the first have no dy_rows any more: 2RI less, but small tensors.
-    assert fused <= plain - case.ids.numel() * 2 * 256 * 3 // 4, (fused, plain)
+    # Of 2R(H + 3I) bytes, then 2R(H + 2I) and dx [T, H], the first have no dy_rows any more: 2RI - 2TH less, which is 3/4 of 2RI,
+    # but for small tensors.
+    assert fused <= plain - case.ids.numel() * 2 * 256 * 5 // 8, (fused, plain)

@@ -107,7 +107,7 @@ def test_adapters_on_the_head() -> None:
     model, ids = tiny(), batch(0)
     want = adapted_step(_lora(copy.deepcopy(model), **head), ids)
     before = _lora(copy.deepcopy(model), **head)
-    with pytest.warns(UserWarning, match=r"lm_head is a Linear.*logits"), forebay.manage(before):
+    with pytest.warns(UserWarning, match=r"lm_head is a peft\.Linear.*logits"), forebay.manage(before):
         near(adapted_step(before, ids), want, 1e-4)
     with forebay.manage(model):
         adapted = _lora(model, **head)

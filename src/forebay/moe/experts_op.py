@@ -225,7 +225,7 @@ def experts_op(
 
     h is empty if save_h is "", and as `experts_forward` returns it if that is "exact" or "fp8". A projection without a low-rank
     update has None for a and b. A `GateUpEdge` is not read: it has the gradients from which its node computes gate_up's. `fused`
-    is as in `experts_forward`; whoever reads h or dh takes the same one.
+    is as in `experts_forward`; the operations that read h or dh must be given the same value.
     """
     updates = _update(gate_up_a, gate_up_b, gate_up_scale), _update(down_a, down_b, down_scale)
     parameters = ExpertParameters(gate_up, down, gate_up_bias, down_bias, *updates)
@@ -724,7 +724,7 @@ def _fused_through_activation(
 def _down_gradient(
     dy: Tensor, dy_rows: Tensor | None, act: Tensor, offs: Tensor, rows: hopper.Rows | None, tokens_first: bool
 ) -> Tensor:
-    """Of gathered dy_rows, or of dy and the rows of the kernels for Hopper."""
+    """down's gradient: from the gathered dy_rows, or, if `rows` is given, from dy by a kernel for Hopper."""
     if rows is not None:
         return hopper.down_gradient(dy, rows, act)
     assert dy_rows is not None

@@ -400,7 +400,17 @@ def _written(path: Path) -> float:
 def _is_complete(path: Path) -> bool:
     """Whether all files of a readable manifest are there, in their sizes. Digests are compared when they are loaded."""
     files = read_manifest(path)["files"]
-    return all((path / name).is_file() and (path / name).stat().st_size == size for name, (size, _) in files.items())
+    return not any(lack_of(path, name, size) for name, (size, _) in files.items())
+
+
+def lack_of(path: Path, name: str, size: int) -> str:
+    """What a file of a checkpoint lacks, for a message; "" if it is there in its size."""
+    file = path / name
+    if not file.is_file():
+        return f"{name} is missing"
+    if file.stat().st_size != size:
+        return f"{name} has {file.stat().st_size} bytes instead of {size}"
+    return ""
 
 
 def by_parameter() -> StateDictOptions:

@@ -30,7 +30,15 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from forebay.errors import RunError, UsageError, first_line
-from forebay.train.checkpoint import PREFIX, Checkpoints, by_parameter, cause_of, optimizer_state, read_manifest
+from forebay.train.checkpoint import (
+    PREFIX,
+    Checkpoints,
+    by_parameter,
+    cause_of,
+    lack_of,
+    optimizer_state,
+    read_manifest,
+)
 from forebay.train.distributed import on_all, rank_and_size
 from forebay.train.durable import digest_of
 from forebay.train.generators import seed_all, set_host_states, torch_states
@@ -170,12 +178,9 @@ def _manifest(path: Path) -> dict[str, tuple[int, str]]:
 
 def _compare(path: Path, files: Mapping[str, Any]) -> None:
     for name, (size, digest) in files.items():
-        file = path / name
-        if not file.is_file():
-            raise _damaged(path, f"{name} is missing")
-        if file.stat().st_size != size:
-            raise _damaged(path, f"{name} has {file.stat().st_size} bytes instead of {size}")
-        if digest_of(file) != digest:
+        if lack := lack_of(path, name, size):
+            raise _damaged(path, lack)
+        if digest_of(path / name) != digest:
             raise _damaged(path, f"the content of {name} has changed since it was written")
 
 

@@ -4,15 +4,16 @@
     python benchmarks/planner_blind.py run FILE         runs what has not run: results/planner_blind_N_measured.jsonl
     python benchmarks/planner_blind.py show FILE ...    errors of the plans, by kind, and plans that would not have fit
 
-`draw` needs no GPU and looks at no measurement. A draw is repeated only if the configuration is refused, or if its plan
-is outside of `Limits`: too large for the GPU or the host, too small to tell, or too long. A third of the draws run on
-two GPUs: EP 2, FSDP2, EP 2, PP 2 by turns. The router's choice is drawn as well in runs with EP, because a plan takes
-its skew as given (`forebay plan --skew`); in all others it is the router's own. The trainer has no LoRA, so there is
-none here. Two of three runs of one GPU and of EP 2 are as a user starts them: the keys that are "auto" stay so, and the
-fast path chooses, in plan and run alike. Such draws with EP are repeated until it chooses a graph, which it does for
-few. The others have a value for each of these keys, and their steps are launched by the host. `--gpus 1` draws runs of
-one GPU only, `--device h100` ones that an H100 holds. Runs and figures are those of `benchmarks/planner_measure.py`;
-each run has processes of its own.
+`draw` needs no GPU and looks at no measurement. A draw is repeated only if the configuration is refused, or if its
+plan is outside of `Limits`: too large for the GPU or the host, too small to tell, or too long. A third of the draws
+run on two GPUs: EP 2, FSDP2, EP 2, PP 2 by turns. The router's choice is drawn as well, because a plan takes its skew
+as given (`forebay plan --skew`): even, or in some runs with EP skewed. Up to draw 20 it was the router's own but for
+EP, and a router that is not trained gives most tokens to few experts. The trainer has no LoRA, so there is none here.
+Two of three runs of one GPU and of EP 2 are as a user starts them: the keys that are "auto" stay so, and the fast
+path chooses, in plan and run alike. Such draws with EP are repeated until it chooses a graph, which it does for few.
+The others have a value for each of these keys, and their steps are launched by the host. `--gpus 1` draws runs of one
+GPU only, `--device h100` ones that an H100 holds. Runs and figures are those of `benchmarks/planner_measure.py`; each
+run has processes of its own.
 """
 
 from __future__ import annotations
@@ -155,7 +156,7 @@ class Draw:
             "parallel": {"timeout": 60, **parallel},
             "device": {"type": self._ranges.device},
         }
-        entry = Entry("", 2 if self._mesh else 1, sections, self._skew(memory) if self._mesh == "EP" else None)
+        entry = Entry("", 2 if self._mesh else 1, sections, self._skew(memory) if self._mesh == "EP" else 1.0)
         return replace(entry, name=name_of(number, entry))
 
     def _size(self, limits: tuple[int, int], step: int = 1) -> int:
@@ -454,7 +455,7 @@ def words_of(entry: Entry) -> str:
         *(f"{word} {model[word]}" for word, usual in _USUAL.items() if model[word] != usual),
         "" if entry.sections["optimizer"]["fused"] else "optimizer not fused",
         "" if train["clip"] else "not clipped",
-        "" if entry.skew is None else f"skew {entry.skew}",
+        "" if entry.skew in (None, 1.0) else f"skew {entry.skew}",
     ]
     return "; ".join(filter(None, words))
 

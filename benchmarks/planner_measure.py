@@ -58,6 +58,7 @@ from forebay.estimate.layers import plan_layers
 from forebay.models.families import moe_blocks
 from forebay.train.data import load_mixture
 from forebay.train.distributed import Mesh
+from forebay.train.parallel import experts_in
 from forebay.train.tokenizer import load_tokenizer
 from forebay.train.trainer import Trainer
 
@@ -334,7 +335,7 @@ def measured(entry: Entry, limit: int | None, trace: Path | None) -> dict[str, A
     row: dict[str, Any] = {"outside_before": memory.outside()}
     partition = plan_layers(config, entry.gpus).partition if config.parallel.pp > 1 else None
     with Mesh.open(config) as mesh, Trainer(config, mesh, partition) as trainer:
-        loads = Loads(trainer.model, trainer.config, entry.skew) if config.parallel.ep > 1 else None
+        loads = Loads(trainer.model, trainer.config, mesh, entry.skew)
         row |= {
             "build_peak": memory.saw(),
             "built": memory.held(),
@@ -357,8 +358,7 @@ def measured(entry: Entry, limit: int | None, trace: Path | None) -> dict[str, A
         row |= timed(trainer, memory, number)
         row |= {"life_allocated": memory.most[0], "life_reserved": memory.most[1], "outside": memory.outside()}
         row |= memory.counts() | about(trainer)
-        if loads is not None:
-            row |= loads.of_a_step(trainer, mesh, number + TIMED)
+        row |= loads.of_a_step(trainer, mesh, number + TIMED)
     row |= {"launch": launch(torch.device("cuda")) if gpu else None, "wall": time.perf_counter() - started}
     return row
 
@@ -547,17 +547,23 @@ class Numbers:
 class Loads:
     """Forces drawn choices on the routers, if a skew is asked for, and counts on request what each rank's experts get.
 
-    Compiled and captured code is not counted: counting would change it.
+    Compiled and captured code is not counted: counting would change it. An even choice is drawn once, for all routers.
     """
 
-    def __init__(self, model: Any, config: Config, skew: float | None):
+    def __init__(self, model: Any, config: Config, mesh: Mesh, skew: float | None):
         self._ep, self._skew, self._on = config.parallel.ep, skew, False
         self._counts: list[torch.Tensor] = []
-        self._countable = not (config.memory.compile or config.memory.graph)
+        self._countable = self._ep > 1 and not (config.memory.compile or config.memory.graph)
+        text = model.config.get_text_config()
+        tokens = config.microbatch(mesh.batch.size) * config.train.sequence
+        even = balanced_ids(tokens, experts_in(model.config), text.num_experts_per_tok, mesh.device)
         for block in moe_blocks(model):
-            if skew is not None:
-                force_routing([block.router], balanced_ids if skew == 1 else Favored(self._ep, skew))
-            self._count(block.router)
+            if skew == 1:
+                force_even(block.router, even)
+            elif skew is not None:
+                force_routing([block.router], Favored(self._ep, skew))
+            if self._countable:
+                self._count(block.router)
 
     def of_a_step(self, trainer: Trainer, mesh: Mesh, number: int) -> dict[str, Any]:
         """`skew` of one more step."""
@@ -583,6 +589,17 @@ class Loads:
             return logits, weights, ids
 
         router.forward = forward
+
+
+def force_even(router: Any, ids: torch.Tensor) -> None:
+    """Replace a router's choice by `ids` [T, K]. It keeps its own weights, so its kernels are those of a run."""
+    original = router.forward
+
+    def forward(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        logits, weights, _ = original(x)
+        return logits, weights, ids.clone()
+
+    router.forward = forward
 
 
 class Favored:

@@ -130,7 +130,7 @@ def test_a_rehearsed_update_allocates_casts_too(
         trainer.gradients(2)
         shapes = [tuple(p.shape) for group in trainer.optimizer.param_groups for p in group["params"]]
         taken: list[tuple[int, ...]] = []
-        monkeypatch.setattr(torch, "empty_like", lambda t: taken.append(tuple(t.shape)))
+        monkeypatch.setattr(torch, "empty_like", lambda t, dtype=None: taken.append(tuple(t.shape)))
         trainer.optimizer.rehearse()
     assert sorted(taken) == sorted(shapes * (1 if fused else 2))
 
@@ -167,10 +167,9 @@ def test_an_update_multiplies_gradients(tiny: Callable[..., Config], fused: bool
             )
 
 
-def test_what_is_cast_together() -> None:
-    half = parallel.CAST_BYTES // 2
-    assert parallel.cast_parts([]) == []
-    assert parallel.cast_parts([half, half, 1, 5 * half, 1, 1]) == [range(0, 2), range(2, 3), range(3, 4), range(4, 6)]
+def test_neighbors_within_a_limit() -> None:
+    assert parallel.parts_within([], 8) == []
+    assert parallel.parts_within([4, 4, 1, 20, 1, 1], 8) == [range(0, 2), range(2, 3), range(3, 4), range(4, 6)]
 
 
 def refused(rank: int, world: int, raws: list[dict[str, Any]]) -> list[str]:

@@ -10,9 +10,11 @@ from unittest import mock
 import pytest
 import torch
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather
 
 from forebay.moe.wgrad import WeightEdges, no_sums
 from forebay.pipeline.model import CutModel
+from forebay.train import unsharded_step
 from forebay.train.distributed import Mesh
 from forebay.train.trainer import Trainer
 from forebay.train.unsharded_step import UnshardedStep
@@ -183,3 +185,44 @@ def test_sums_of_the_experts_own_dtype_get_the_bits_that_autograd_accumulates(tm
     for found in run_ranks(added_to_experts, 2, write_text(tmp_path), reshard):
         assert found["given"]["sums"] == 0 < found["given"]["autograd"]
         assert not found["differing"]
+
+
+def gathered(rank: int, world: int, folder: str, limit: int) -> dict[str, Any]:
+    """Which weights gathers leave wrong, and how many all-gathers each takes: the first, which is FSDP2's, and two more."""
+    settings = config(
+        folder,
+        {**MODEL, "vocab_size": 271},  # does not divide: shards are padded
+        model={"dtype": "float32", "compute": "bfloat16"},
+        train={"batch": 8, "microbatch": 1, "steps": 2},
+        parallel={"pp": 1, "ep": 2, "dispatch": "nccl", "reshard": False, "overlap": True},
+    )
+    wrong, counts = [], []
+    with Mesh.open(settings) as mesh, Trainer(settings, mesh) as trainer:
+        unsharded: Any = trainer.engine._unsharded  # type: ignore[union-attr]
+        for _ in range(3):
+            wanted = {n: whole(p).to(torch.bfloat16) for n, p in trainer.model.named_parameters()}
+            with (
+                mock.patch.object(unsharded_step, "GATHER_BYTES", limit),
+                mock.patch.object(
+                    DefaultAllGather, "__call__", autospec=True, side_effect=DefaultAllGather.__call__
+                ) as calls,
+            ):
+                unsharded.gather()
+            counts.append(calls.call_count)
+            found = {n: whole(p) for n, p in trainer.model.named_parameters()}
+            wrong += [n for n, weight in wanted.items() if not torch.equal(found[n], weight)]
+            for module in unsharded._modules:
+                module.reshard()
+            with torch.no_grad():
+                for p in trainer.model.parameters():
+                    local(p.data).mul_(1.25).add_(0.01)
+        shared = [g.fsdp_params for g in unsharded._groups() if g.mesh_info.shard_mesh_size > 1]
+    return {"wrong": wrong, "counts": counts, "groups": len(shared), "weights": sum(map(len, shared))}
+
+
+@pytest.mark.parametrize("limit", [0, 1 << 28])
+def test_weights_are_gathered_together(tmp_path: Path, limit: int) -> None:
+    for found in run_ranks(gathered, 2, write_text(tmp_path), limit):
+        again = 1 if limit else found["weights"]
+        assert found["counts"] == [found["groups"], again, again]
+        assert not found["wrong"]

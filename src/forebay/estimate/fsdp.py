@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from forebay.estimate.allocator import GRADIENTS, OPTIMIZER, PARAMETERS, Block, CachingAllocator
 from forebay.estimate.state import Sharing, Weight, WeightShapes, shard_length
 from forebay.pipeline.partition import StageLayer
-from forebay.train.parallel import cast_parts
+from forebay.train.parallel import CAST_BYTES, GATHER_BYTES, parts_within
 
 GATHER = "gather"
 REDUCE = "reduce"
@@ -54,12 +54,14 @@ class ParamGroup:
         place: a layer's number, or -1 for embedding, last norm and head.
         experts: they are the experts of a MoE layer, in a group of their own.
         processes: of a replica that share it.
+        by_rows: each parameter is sharded along its first dimension, or by nobody.
     """
 
     place: int
     experts: bool
     processes: int
     params: tuple[GroupParam, ...]
+    by_rows: bool = True
 
     @property
     def own(self) -> int:
@@ -106,13 +108,14 @@ def _group(place: int, weights: Sequence[Weight], s: Sharing, *kinds: str) -> Pa
     experts = s.apart and all(w.experts for w in weights)
     processes = s.data // s.ep if experts else s.data
     kinds = kinds if len(kinds) == len(weights) else (kinds or ("",)) * len(weights)
-    params = []
+    params, by_rows = [], True
     for w, kind in zip(weights, kinds, strict=True):
         shape = (w.shape[0] // s.ep, *w.shape[1:]) if w.experts else w.shape
         whole = math.prod(shape)
         own = shard_length(shape, processes, experts) if s.sharded else whole
+        by_rows &= not experts or shape[0] % processes == 0 or all(length % processes for length in shape)
         params.append(GroupParam(w.name, kind, own, whole, w.elements if experts else whole, len(shape) < 2, w.frozen))
-    return ParamGroup(place, experts, processes, tuple(params))
+    return ParamGroup(place, experts, processes, tuple(params), by_rows)
 
 
 def least_bytes(groups: Sequence[ParamGroup], sharing: Sharing) -> int:
@@ -195,7 +198,7 @@ class PersistentState:
         s, first = self._s, not self._moments
         for vectors in (False, True):
             late = self._sizes(vectors, is_late, True)
-            casts = [[late[n] for n in part] for part in cast_parts(late)]
+            casts = [[late[n] for n in part] for part in parts_within(late, CAST_BYTES)]
             for sizes, cast in ((self._sizes(vectors, is_late, False), False), *((part, True) for part in casts)):
                 for size in sizes if first else ():
                     steps = [4] if s.fused else []
@@ -526,24 +529,37 @@ class UnshardedLifecycle(_Sharded):
         if not self._s.sharded:
             return
         resharded = self._expert_groups.values()
+        if self._made:
+            self._gather_all_of([n for n in range(len(self._groups)) if n not in resharded])
+            return
         for n in range(len(self._groups)):
-            if n not in resharded or not self._made:
-                self._gather_all_of(n)
+            self._gather_alone(n)
             if n in resharded:
                 self._reshard(n)
         self._made = True
 
-    def _gather_all_of(self, number: int) -> None:
-        group = self._groups[number]
-        if self._made and group.processes == 1:  # cast in one pass
-            if number not in self._whole:
-                self._whole[number] = [
-                    self._allocator.malloc(self._s.compute * p.own or 1, self._stream) for p in group.params
-                ]
-            return
+    def _gather_alone(self, number: int) -> None:
         arriving = self._gather(number, self._stream)
         self._copy_out(number)
         self._free(arriving)
+
+    def _gather_all_of(self, numbers: Sequence[int]) -> None:
+        """As `forebay.train.unsharded_step` does after the first time."""
+        together: dict[bool, list[int]] = {}
+        for n in numbers:
+            group, there = self._groups[n], n in self._whole
+            if not group.by_rows:
+                self._gather_alone(n)
+                continue
+            sizes = [self._s.compute * p.own * group.processes or 1 for p in group.params]
+            if not there:
+                self._whole[n] = [self._allocator.malloc(size, self._stream) for size in sizes]
+            if group.processes > 1:
+                together.setdefault(group.experts and self._s.ep > 1, []).extend(sizes)
+        for sizes in together.values():
+            for part in parts_within(sizes, GATHER_BYTES):
+                if len(part) > 1:
+                    self._allocator.free(self._allocator.malloc(sum(sizes[n] for n in part), self._stream))
 
     def begin_step(self) -> None:
         s = self._s
@@ -571,7 +587,7 @@ class UnshardedLifecycle(_Sharded):
     def compute_experts(self, place: Any, begin: bool) -> None:
         n = self._expert_groups.get(place)
         if n is not None and begin and n not in self._whole:
-            self._gather_all_of(n)
+            self._gather_all_of([n])
         elif n is not None and not begin:
             self._reshard(n)
 

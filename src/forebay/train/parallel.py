@@ -34,6 +34,9 @@ from forebay.train.distributed import Mesh
 
 CAST_BYTES = 512 << 20
 """Bytes of gradients that an update casts together; a larger one is cast alone. A part is a few kernels of 0.1 ms."""
+GATHER_BYTES = 256 << 20
+"""Bytes of weights that an engine's all-gather brings together; a larger one comes alone, without a copy. Two H200s take 0.7 ms
+for that, as long as the host takes for one of FSDP2's all-gathers."""
 
 
 class Shards:
@@ -271,12 +274,13 @@ class ShardedAdamW(torch.optim.AdamW):
     """AdamW whose update sees the local parts of DTensors, as a fused update takes no DTensors of two meshes.
 
     The states are DTensors like their parameters, so that checkpoints know their whole shape. Gradients of another dtype than
-    their weights are cast by `update`, a few at a time (`cast_parts`), and freed before the next.
+    their weights are cast by `update`, a few at a time (`parts_within`), and freed before the next.
     """
 
     _factor: torch.Tensor | None = None
     grad_scale: torch.Tensor | None = None  # torch gives it to the fused update of each group
 
+    @torch.no_grad()  # here and below: else `local` makes nodes of autograd, 10 microseconds each
     def rehearse(self) -> None:
         """Allocate and free what `step` allocates, so that it finds the same blocks in the allocator's cache.
 
@@ -289,12 +293,13 @@ class ShardedAdamW(torch.optim.AdamW):
         for group in map(_cast_in_parts, self.param_groups):
             for part in group:
                 weights = [p for p in part["params"] if p.grad is not None]
-                taken = [torch.empty_like(local(p.detach())) for p in weights if _is_cast_late(p)]
+                taken = [torch.empty_like(_own(p), dtype=p.dtype) for p in weights if _is_cast_late(p)]
                 if not part["fused"]:
                     states = [state for p in weights if (state := self.state[p])]
                     taken += [torch.empty_like(local(state["exp_avg_sq"])) for state in states]
                 del taken
 
+    @torch.no_grad()
     def update(self, factor: torch.Tensor | None) -> None:
         """`step`, with gradients multiplied by `factor`, on their device; None is 1.
 
@@ -326,11 +331,11 @@ class ShardedAdamW(torch.optim.AdamW):
         return complex_found
 
 
-def cast_parts(sizes: Sequence[int]) -> list[range]:
-    """Which gradients are cast together, by the bytes of their casts: neighbors of at most `CAST_BYTES`, or one alone."""
+def parts_within(sizes: Sequence[int], limit: int) -> list[range]:
+    """Neighbors of at most `limit` bytes together, or one alone."""
     parts, first, held = list[range](), 0, 0
     for number, size in enumerate(sizes):
-        if number > first and held + size > CAST_BYTES:
+        if number > first and held + size > limit:
             parts.append(range(first, number))
             first, held = number, 0
         held += size
@@ -342,7 +347,8 @@ def _cast_in_parts(group: dict[str, Any]) -> list[dict[str, Any]]:
     others."""
     late = [p for p in group["params"] if _is_cast_late(p)]
     rest = [p for p in group["params"] if not _is_cast_late(p)]
-    parts = [[late[n] for n in part] for part in cast_parts([local(p).nbytes for p in late])]
+    sizes = [_own(p).numel() * p.dtype.itemsize for p in late]
+    parts = [[late[n] for n in part] for part in parts_within(sizes, CAST_BYTES)]
     kept = ([p for p in rest if _is_half(p) == half] for half in (False, True))
     return [{**group, "params": weights} for weights in (*kept, *parts) if weights]
 

@@ -323,18 +323,18 @@ def layers_and_ends(stages: Mapping[int, StageLayers]) -> tuple[list[StageLayer]
 
 
 # In operations of the profile's `launch`, as in `forebay.estimate.layer_time`.
-MICROBATCH = 400
-"""The host's work for a microbatch around its layers: masks, rotary tables, the loss, autograd's start and end."""
+MICROBATCH_START, MICROBATCH_HEAD = 150, 250
+"""The host's work for a microbatch around its layers: masks and rotary tables; the loss, autograd's start and end."""
 FSDP_LAUNCHES = 210
 """The host's work for a group of FSDP2 in a microbatch, besides launching its kernels. A third of it is in the forward."""
 STEP_LAUNCHES = 460
 """What the host does in a step while the device is idle: the batch, the optimizer's groups, reading the loss."""
-GRAPH_STEP_LAUNCHES = 80
+GRAPH_STEP_LAUNCHES = 100
 """The same with a step's CUDA graph."""
-GRAPH_SHARDED, GRAPH_LAYER = 60, 30
-"""What that has besides where processes share weights, in all and for each of a rank's layers: gathers before the replay and the
-update after it are launched by the host. Of runs 01, 02, 08 and 18 of the tenth blind draw: 1.3 to 8 ms on hosts of
-8 to 12 microseconds a launch. A process with whole weights casts them in few kernels (run 09 of the eighteenth draw: 0.9 ms)."""
+GRAPH_PARAMETER = 3.3
+"""What that has besides for each of a rank's parameters where processes share them: the gather before the replay, clipping and the
+update are launched by a host that has waited for the device. Runs 08 and 20 of the twentieth blind draw, on two H200s: 8.2 ms with
+120 parameters, on a host of 16.6 microseconds a launch, and 18.5 ms with 377, of 13.6."""
 
 
 @dataclass(frozen=True)
@@ -379,15 +379,24 @@ class StepTimer:
             tokens=config.train.batch * config.train.sequence,
             measured=bool(device.measured()),
             launch=launch,
-            around=self._around(max(len(layers_and_ends(mine)[0]) for mine in stages)) * device.at("launch"),
+            around=self._around(max(map(self._weights, stages))) * device.at("launch"),
         )
 
-    def _around(self, layers: int) -> int:
+    def _around(self, parameters: int) -> float:
         """Launches in which the device is idle. A called step of an engine has those of a captured one too."""
         sharing = self.run.sharing
         shared = sharing.sharded and sharing.data > 1
-        captured = GRAPH_STEP_LAUNCHES + (GRAPH_SHARDED + GRAPH_LAYER * layers) * shared
+        captured = GRAPH_STEP_LAUNCHES + GRAPH_PARAMETER * parameters * shared
         return captured if self.run.captured else max(STEP_LAUNCHES, captured * sharing.gathered)
+
+    def _weights(self, stages: Mapping[int, StageLayers]) -> int:
+        """Parameters of a rank, counted by their tensors."""
+        weights, (layers, embedding, head) = self.run.weights, layers_and_ends(stages)
+        return (
+            sum(len(weights.of(layer)) for layer in layers)
+            + len(weights.embedding) * embedding
+            + len(weights.head) * head
+        )
 
     def _sharding(self) -> ShardingTime:
         return ShardingTime(self.run.clock.device, self.run.sharing, self.run.plan.microbatches)
@@ -405,12 +414,12 @@ class StepTimer:
             backward.insert(0, b + KernelTime(more[1], launches=2 * group / 3))
         if stage.embedding:
             f, b = timer.end(self.run.trace.embedding)
-            forward[0] = forward[0] + f + KernelTime(launches=MICROBATCH + group / 3)
+            forward[0] = forward[0] + f + KernelTime(launches=MICROBATCH_START + group / 3)
             if not engine:  # an engine adds the tokens' gradients to the vocabulary's once a step
                 backward[-1] = backward[-1] + b
         if stage.head:
             f, b = timer.end(self.run.trace.head)
-            forward.append(f + b if engine else f)
+            forward.append((f + b if engine else f) + KernelTime(launches=MICROBATCH_HEAD))
             if not engine:
                 backward.insert(0, b + KernelTime(launches=2 * group / 3))
         return StageTime(tuple(forward), tuple(backward))

@@ -126,12 +126,13 @@ class OffloadManager:
                 self._released_at.setdefault(event, []).append(key)
 
     def begin_forward(self, run: PartRun) -> None:
-        path = run.part.path
-        run.calls = calls_of(run.part, self._hidden, self._least, self._engine)
-        before = self._calls.get(path, 0)
-        self._calls[path] = before + len(run.calls)
-        run.keys = tuple((path, before + n) for n in range(len(run.calls)))
-        self._runs |= dict.fromkeys(run.keys, run)
+        if self._link is not None:  # what a plan is made of
+            path = run.part.path
+            run.calls = calls_of(run.part, self._hidden, self._least, self._engine)
+            before = self._calls.get(path, 0)
+            self._calls[path] = before + len(run.calls)
+            run.keys = tuple((path, before + n) for n in range(len(run.calls)))
+            self._runs |= dict.fromkeys(run.keys, run)
         self.record("F", run)
         self._transfer("F", run)
 

@@ -7,7 +7,7 @@ symmetric memory and the CUDA context are not the allocator's: see `forebay.esti
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 from forebay.estimate.allocator import ACTIVATIONS, OPTIMIZER
 from forebay.estimate.fsdp import DEFAULT, UnshardedLifecycle
@@ -20,7 +20,8 @@ from forebay.pipeline.schedule import Action
 
 STEPS = 3
 """Steps to play. The second has the optimizer's moments beside it; the third may find the second's segments cut differently:
-GPT-OSS on two H200s reserved 4.3 GiB more in its third step, as it does here. A fourth never needed more."""
+GPT-OSS on two H200s reserved 4.3 GiB more in its third step, as it does here. A fourth never needed more. With
+expandable segments the third repeats the second, and is not played."""
 _MARGIN = 64  # the arena of `forebay.memory.page_store` has one page more for each so many
 # Microbatches to walk without a pipeline: the first begins the gradients, the second finds them, the third repeats.
 _MICROBATCHES = 3
@@ -51,12 +52,16 @@ class AllocatorRun(RunMemory):
         """Play whole steps with their optimizer's. A CUDA graph step is captured after them. A replay takes no more memory,
         but the gathering before it does, from the graph's pool."""
         captured = self._run.graph and not self._run.fails
-        for n in range(number + captured):
-            self.levels = []
-            self.gradients(captured=n == number)
-            self.weights.optimize(self.params.is_late)
-            self.note("", "optimizer")
-            self.params.zero_grad()
+        last: Hashable = None
+        for n in range(number):
+            # Earlier steps make the moments, or may empty the cache before plans are tried.
+            layout = self.allocator.layout() if n > _measured(self._run) else None
+            if layout is not None and layout == last:
+                break  # it would repeat the step before
+            last = layout
+            self._step()
+        if captured:
+            self._step(captured=True)
         if captured and isinstance(self.params, UnshardedLifecycle):
             self.allocator.begin_graph()
             self.params.gather()
@@ -67,6 +72,13 @@ class AllocatorRun(RunMemory):
             levels = [self.peak, *levels]
         before = self.manager.before + self.allocator.by_role[OPTIMIZER]
         return Walked(self.allocator.peak_reserved, self.peak, tuple(levels), before, self.manager.plan)
+
+    def _step(self, captured: bool = False) -> None:
+        self.levels = []
+        self.gradients(captured)
+        self.weights.optimize(self.params.is_late)
+        self.note("", "optimizer")
+        self.params.zero_grad()
 
     def gradients(self, captured: bool = False) -> None:
         """Play all forwards and backwards of a step. A captured one allocates from a pool of its own, beside what the steps

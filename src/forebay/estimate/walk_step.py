@@ -431,7 +431,7 @@ class StepWalk:
     def _stops(events: Sequence[AllocEvent], stop: int) -> Iterator[tuple[None, ...]]:
         """At each mark `stop`, how often to yield. A backward has two stops: after the experts' input gradients, and after their
         weight gradients, even if there are none."""
-        marks = sum(event == (-1, stop) for event in events)
+        marks = events.count((-1, stop))
         return iter([(None,)] * (marks - 1) + [(None,) * (1 + (stop == EXPERTS_END and marks == 1))])
 
     def _yields_after(self, part: Part) -> bool:

@@ -513,11 +513,14 @@ def _exact(groups: _Groups) -> list[int]:
 
 
 def _widening(bound: int, search: Callable[[int], _Found | None]) -> _Found:
-    """The first solution as the bound widens from a lower limit. It is the best: a wider bound only admits worse ones."""
-    width = max(bound // 64, 1)
+    """The first solution as the bound widens from a lower limit. It is the best: a wider bound only admits worse ones.
+
+    The room above the limit grows by a quarter: a search with twice the room takes many times as long.
+    """
+    limit, room = bound, max(bound // 64, 1)
     while (found := search(bound)) is None:
         assert bound < 2 * _SCALE, "no cost is above this bound"
-        bound, width = min(bound + width, 2 * _SCALE), 2 * width
+        bound, room = min(limit + room, 2 * _SCALE), room + max(room // 4, 1)
     return found
 
 

@@ -153,3 +153,17 @@ def test_an_equal_layout_places_requests_alike(
     if one.layout() == other.layout():
         after = [entry for entry in after if entry[0] != "e"]
         assert placed(one, mine, after) == placed(other, others, after)
+
+
+def test_with_pages_released_below_the_end_the_layout_tells_how_many_are_mapped() -> None:
+    """30 MiB go into the released pages, or to the end if it is mapped."""
+    one, other = ExpandableAllocator(), ExpandableAllocator()
+    for allocator in (one, other):
+        hole = allocator.malloc(40 * MIB)
+        allocator.malloc(20 * MIB)
+        allocator.free(hole)
+        allocator.empty_cache()
+    assert one.layout() == other.layout()
+    other.free(other.malloc(100 * MIB))
+    assert one.layout() != other.layout()
+    assert (one.malloc(30 * MIB).address, other.malloc(30 * MIB).address) == (0, 60 * MIB)

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from forebay.estimate import fsdp
 from forebay.estimate.allocator import Block, CachingAllocator
 from forebay.estimate.fsdp import FsdpLifecycle, GroupParam, ParamGroup, PersistentState, UnshardedLifecycle
 from forebay.estimate.state import Sharing
-from forebay.train import parallel
 
 MIB = 1 << 20
 ELEMENTS = 64 << 20  # of embedding and head each
@@ -111,12 +111,13 @@ def test_an_engines_replicas_reduce_in_place() -> None:
     assert [step(allocator, params) for _ in range(2)] == [[256, 256, 256, 256]] * 2
 
 
-@pytest.mark.parametrize("processes", [1, 2])
-def test_resharded_experts_are_gathered_for_each_use(processes: int) -> None:
+@pytest.mark.parametrize(("processes", "weights"), [(1, 1), (1, 2), (2, 1), (2, 2)])
+def test_resharded_experts_are_gathered_for_each_use(processes: int, weights: int) -> None:
     """Two layers' experts of 1 MiB in bf16; one is there at a time, after the first gathering too. One process casts them
-    in one pass; two need what arrives besides."""
-    size = 1 << 19
-    groups = [ParamGroup(n, True, processes, (GroupParam("up", "", size // processes, size, size),)) for n in range(2)]
+    in one pass, and a single weight comes to where it lives; two processes need what arrives of several besides."""
+    size = (1 << 19) // weights
+    experts = tuple(GroupParam(str(n), "", size // processes, size, size) for n in range(weights))
+    groups = [ParamGroup(n, True, processes, experts) for n in range(2)]
     sharing = Sharing(
         data=processes, sharded=True, parameter=4, compute=2, summed=2, gathered=True, reshard=True, apart=True
     )
@@ -136,7 +137,13 @@ def test_resharded_experts_are_gathered_for_each_use(processes: int) -> None:
         peak(partial(params.compute_experts, place, True))
         assert allocator.allocated == MIB
         params.compute_experts(place, False)
-    assert peaks == ([2, 0, 1, 1] if processes == 1 else [2, 0, 2, 2])
+    later = 2 if (processes, weights) == (2, 2) else 1
+    assert peaks == [
+        1 if (processes, weights) == (1, 2) else 2,
+        0,
+        later,
+        later,
+    ]  # a process alone casts one by one at first
 
 
 def test_a_reduction_holds_the_last_gradient_until_it_returns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,7 +242,7 @@ def test_frozen_weights_are_gathered_and_not_reduced() -> None:
 
 def test_gradients_that_nobody_shares_are_cast_by_the_update_a_few_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Sums of 2 MiB in bf16 are the gradients; casts of 4 MiB are made in parts of 8, vectors after matrices."""
-    monkeypatch.setattr(parallel, "CAST_BYTES", 8 * MIB)
+    monkeypatch.setattr(fsdp, "CAST_BYTES", 8 * MIB)
     size = 1 << 20
     ends = ParamGroup(-1, False, 1, (GroupParam("head", "head", size, size, size),))
     layers = [ParamGroup(n, False, 1, (GroupParam("w", "", size, size, size),)) for n in range(3)]

@@ -234,18 +234,21 @@ def gathered_bytes(engine: Any) -> int:
     return sum(t.untyped_storage().nbytes() for h in held for t in h.all_gather_outputs)
 
 
-def force_routing(routers: Iterable[Any], draw: Callable[[int, int, int, torch.device], Tensor | None]) -> None:
+def force_routing(
+    routers: Iterable[Any], draw: Callable[[int, int, int, torch.device], Tensor | None], own_weights: bool = False
+) -> None:
     """Replace each router's choice by a drawn one. Its weights become its own probabilities of that choice.
 
     Args:
         routers: modules whose forward returns (logits [T, E], weights [T, K], ids [T, K]).
         draw: makes ids [T, K] from T, E, K and a device; None leaves the router's own choice.
+        own_weights: leave the weights of the router's own choice, so that its kernels are those of a run.
     """
     for router in routers:
-        _force(router, draw)
+        _force(router, draw, own_weights)
 
 
-def _force(router: Any, draw: Callable[[int, int, int, torch.device], Tensor | None]) -> None:
+def _force(router: Any, draw: Callable[[int, int, int, torch.device], Tensor | None], own_weights: bool) -> None:
     original = router.forward
 
     def forward(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -253,6 +256,8 @@ def _force(router: Any, draw: Callable[[int, int, int, torch.device], Tensor | N
         drawn = draw(logits.shape[0], logits.shape[1], ids.shape[1], logits.device)
         if drawn is None:
             return logits, weights, ids
+        if own_weights:
+            return logits, weights, drawn
         return logits, logits.float().softmax(-1).gather(1, drawn).to(weights.dtype), drawn
 
     router.forward = forward

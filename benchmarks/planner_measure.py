@@ -554,13 +554,13 @@ class Loads:
         self._ep, self._skew, self._on = config.parallel.ep, skew, False
         self._counts: list[torch.Tensor] = []
         self._countable = self._ep > 1 and not (config.memory.compile or config.memory.graph)
-        text = model.config.get_text_config()
-        tokens = config.microbatch(mesh.batch.size) * config.train.sequence
-        even = balanced_ids(tokens, experts_in(model.config), text.num_experts_per_tok, mesh.device)
-        for block in moe_blocks(model):
-            if skew == 1:
-                force_even(block.router, even)
-            elif skew is not None:
+        blocks = moe_blocks(model)
+        if skew == 1:
+            text, tokens = model.config.get_text_config(), config.microbatch(mesh.batch.size) * config.train.sequence
+            even = balanced_ids(tokens, experts_in(text), text.num_experts_per_tok, mesh.device)
+            force_routing([block.router for block in blocks], lambda *_: even.clone(), own_weights=True)
+        for block in blocks:
+            if skew not in (None, 1):
                 force_routing([block.router], Favored(self._ep, skew))
             if self._countable:
                 self._count(block.router)
@@ -589,17 +589,6 @@ class Loads:
             return logits, weights, ids
 
         router.forward = forward
-
-
-def force_even(router: Any, ids: torch.Tensor) -> None:
-    """Replace a router's choice by `ids` [T, K]. It keeps its own weights, so its kernels are those of a run."""
-    original = router.forward
-
-    def forward(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        logits, weights, _ = original(x)
-        return logits, weights, ids.clone()
-
-    router.forward = forward
 
 
 class Favored:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from forebay.estimate.allocator import GRADIENTS, OPTIMIZER, PARAMETERS, Block, CachingAllocator
 from forebay.estimate.state import Sharing, Weight, WeightShapes, shard_length
 from forebay.pipeline.partition import StageLayer
-from forebay.train.parallel import CAST_BYTES, GATHER_BYTES, parts_within
+from forebay.train.parallel import CAST_BYTES, GATHER_BYTES, even_dimension, parts_within
 
 GATHER = "gather"
 REDUCE = "reduce"
@@ -113,7 +113,7 @@ def _group(place: int, weights: Sequence[Weight], s: Sharing, *kinds: str) -> Pa
         shape = (w.shape[0] // s.ep, *w.shape[1:]) if w.experts else w.shape
         whole = math.prod(shape)
         own = shard_length(shape, processes, experts) if s.sharded else whole
-        by_rows &= not experts or shape[0] % processes == 0 or all(length % processes for length in shape)
+        by_rows &= not (experts and even_dimension(shape, processes))
         params.append(GroupParam(w.name, kind, own, whole, w.elements if experts else whole, len(shape) < 2, w.frozen))
     return ParamGroup(place, experts, processes, tuple(params), by_rows)
 
@@ -547,12 +547,12 @@ class UnshardedLifecycle(_Sharded):
         """As `forebay.train.unsharded_step` does after the first time."""
         together: dict[bool, list[int]] = {}
         for n in numbers:
-            group, there = self._groups[n], n in self._whole
+            group = self._groups[n]
             if not group.by_rows:
                 self._gather_alone(n)
                 continue
             sizes = [self._s.compute * p.own * group.processes or 1 for p in group.params]
-            if not there:
+            if n not in self._whole:
                 self._whole[n] = [self._allocator.malloc(size, self._stream) for size in sizes]
             if group.processes > 1:
                 together.setdefault(group.experts and self._s.ep > 1, []).extend(sizes)

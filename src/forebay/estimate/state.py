@@ -17,6 +17,7 @@ from torch import nn
 from forebay.communicators import DEFAULT, FEW, PIPELINE, SINGLE
 from forebay.models.families import decoder_layers, sublayer_modules
 from forebay.pipeline.partition import StageLayer
+from forebay.train.parallel import even_dimension
 
 CONTEXT = 850 << 20
 """Bytes of a CUDA context (0.60 GiB before anything ran) with the kernels of torch, cuBLAS, cuDNN and Triton (0.80 to 0.82 GiB
@@ -179,20 +180,9 @@ def _in_fsdp_order(module: nn.Module) -> Iterator[nn.Parameter]:
 
 
 def shard_length(shape: tuple[int, ...], processes: int, experts: bool) -> int:
-    """Elements of rank 0's shard, the largest. FSDP2 shards the first dimension, and experts along the first one that divides
-    evenly."""
-    return _even(shape, processes) if experts else _rows(shape, processes)
-
-
-def _rows(shape: tuple[int, ...], processes: int) -> int:
-    return -(-shape[0] // processes) * math.prod(shape[1:])
-
-
-def _even(shape: tuple[int, ...], processes: int) -> int:
-    """The first dimension that divides evenly; the first one if none does."""
-    if any(length % processes == 0 for length in shape):
-        return math.prod(shape) // processes
-    return _rows(shape, processes)
+    """Elements of rank 0's shard, the largest. FSDP2 shards the first dimension, and experts along an even one."""
+    dim = even_dimension(shape, processes) if experts else 0
+    return -(-shape[dim] // processes) * math.prod(shape[:dim] + shape[dim + 1 :])
 
 
 def outside_bytes(s: Sharing, both_ways: bool = False) -> int:

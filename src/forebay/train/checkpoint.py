@@ -404,7 +404,7 @@ def _is_complete(path: Path) -> bool:
 
 
 def lack_of(path: Path, name: str, size: int) -> str:
-    """What a file of a checkpoint lacks, for a message; "" if it is there in its size."""
+    """For an error message: that the file is missing, or has another size. "" if neither is so."""
     file = path / name
     if not file.is_file():
         return f"{name} is missing"

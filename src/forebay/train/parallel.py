@@ -136,7 +136,7 @@ def shard(model: nn.Module, mesh: Mesh, config: Config) -> Shards:
             ep = mesh.grid["ep"]
             whole = partial(DTensor.from_local, device_mesh=ep, placements=[Shard(0)], run_check=False)
             cut_experts(block.experts, ep.get_local_rank(), ep.size(), whole)
-            placement = partial(_even_dimension, size=mesh.shards // mesh.ep)
+            placement = partial(_even_shard, size=mesh.shards // mesh.ep)
             fully_shard(block.experts, mesh=sharing, shard_placement_fn=placement, **options)
     elif config.experts_apart:
         for block in moe_blocks(model):
@@ -353,7 +353,10 @@ def _cast_in_parts(group: dict[str, Any]) -> list[dict[str, Any]]:
     return [{**group, "params": weights} for weights in (*kept, *parts) if weights]
 
 
-def _even_dimension(parameter: nn.Parameter, size: int) -> Shard:
+def _even_shard(parameter: nn.Parameter, size: int) -> Shard:
+    return Shard(even_dimension(local(parameter.data).shape, size))
+
+
+def even_dimension(shape: Sequence[int], size: int) -> int:
     """The first dimension of an expert parameter that divides by `size`, else that of the experts."""
-    shape = local(parameter.data).shape
-    return Shard(next((dim for dim, length in enumerate(shape) if length % size == 0), 0))
+    return next((dim for dim, length in enumerate(shape) if length % size == 0), 0)

@@ -561,7 +561,7 @@ def _watch_base_model(model: nn.Module, sites: Mapping[str, CallSite], manager: 
             begun = 0 if warned else _calls(sites)  # another thread's forward may end in between, and count our calls
             device = next((p.device for p in self.parameters()), None)
             if device is not None:
-                manager.forward_begins(device)
+                manager.forward_begins(device, model)
             try:
                 out = inner(*args, **kwargs)
             except BaseException:

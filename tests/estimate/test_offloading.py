@@ -11,7 +11,7 @@ from forebay.config import Config
 from forebay.estimate import rank
 from forebay.estimate.allocator import CachingAllocator
 from forebay.estimate.layers import plan_layers
-from forebay.estimate.offloading import Link, offloadable, offloaded_bytes
+from forebay.estimate.offloading import Link, OffloadManager, PartRun, offloadable, offloaded_bytes
 from forebay.estimate.parts import Part
 from forebay.estimate.plan import fit_run
 from forebay.estimate.rank_run import RankRun, Walked
@@ -97,6 +97,54 @@ def test_a_link_counted_by_hand() -> None:
     assert plan.release_at == {first: ("F", (NAMES[2], 0))}
     assert plan.fetch_at == {("B", (NAMES[1], 0)): (first,)}
     assert [offloaded_bytes(plan, part, 4, 2 * MIB, False) for part in parts(5 * MIB)] == [5 * MIB, 0, 0]
+
+
+def test_a_measured_step_of_an_engine_moves_one_call_at_a_time() -> None:
+    """Of a MoE sublayer, what is saved before the experts leaves when they begin, but not its input, which its caller holds until
+    its forward is over. In backward the attention's return after the experts, not before."""
+    allocator = CachingAllocator()
+    manager = OffloadManager(
+        allocator,
+        0,
+        Link((1.0, 1.0), lambda part: [(1.0, 1.0)] * (1 + (part.events.experts_h > 0))),
+        16 * MIB,
+        MIB,
+        True,
+        False,
+    )
+    sizes = {1: 3 * MIB, 2: 5 * MIB}
+    whole = replace(
+        events(3 * MIB), forward=((1, sizes[1]), (2, sizes[2]), (3, 16 * MIB)), saves_x=True, saved=(0, 1, 2)
+    )
+    attention = Part("l.0.self_attn", 0, replace(whole, saved=(1,)), "offload")
+    experts = Part("l.0.mlp", 0, replace(whole, experts_h=2), "offload")
+    after = Part("l.1.self_attn", 1, replace(whole, saved=(1,)), "keep")
+
+    def run(part: Part) -> PartRun:
+        return PartRun(
+            part, {n: allocator.malloc(sizes[n]) for n in part.events.saved if n}, allocator.malloc(16 * MIB)
+        )
+
+    def away(run: PartRun) -> set[int]:
+        return set(run.offloaded)
+
+    manager.begin_step()
+    manager.begin_forward(first := run(attention))
+    manager.end_forward(first)
+    manager.begin_forward(second := run(experts))
+    assert away(first) == {1} and away(second) == set()
+    manager.begin_experts(second)
+    assert away(second) == {1}
+    manager.end_forward(second)
+    manager.begin_forward(third := run(after))
+    assert away(second) == {0, 1, 2} and second.x is None
+    manager.end_forward(third)
+    manager.begin_backward(third, second)
+    assert away(second) == {0, 1}, "the experts' are fetched one call ahead"
+    manager.begin_backward(second, first)
+    assert away(second) == set() and away(first) == {1}
+    manager.begin_front(second, first)
+    assert away(first) == set()
 
 
 def test_everything_is_offloaded_on_request() -> None:

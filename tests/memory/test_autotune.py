@@ -474,7 +474,7 @@ def test_auto_tries_plans_from_end_to_end(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(torch.cuda, "memory_allocated", allocated)
     monkeypatch.setattr("forebay.memory.hooks.storable", lambda t, _, n, w: storable(t, torch.device("cpu"), n, w))
     monkeypatch.setattr("forebay.memory.hooks.storage_bytes", lambda s, _: storage_bytes(s, torch.device("cpu")))
-    model.register_forward_pre_hook(lambda *_: mem.forward_begins(GPU))
+    model.register_forward_pre_hook(lambda *_: mem.forward_begins(GPU, model))
     emptied: list[int] = []
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: emptied.append(mem.store.live_tickets))
     truth, steps = gradients(model), 1

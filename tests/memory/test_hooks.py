@@ -349,7 +349,7 @@ def test_the_next_step_is_planned_between_two_steps(by_forward: bool) -> None:
 
     def between() -> None:
         if by_forward:
-            manager.forward_begins(torch.device("cpu"))
+            manager.forward_begins(torch.device("cpu"), model)
         else:
             manager.join()
 

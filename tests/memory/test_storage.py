@@ -2,11 +2,15 @@
 
 from types import SimpleNamespace
 
+import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing._internal.two_tensor import TwoTensor
 
-from forebay.memory.storage import RegionWeights, storable, storage_key
+from forebay.memory.storage import RegionWeights, gathered_bytes, storable, storage_key
 
 
 def test_a_key_is_of_one_storage_and_version_while_a_weak_reference_lives() -> None:
@@ -46,3 +50,25 @@ def test_the_parts_of_a_weight_that_is_a_tensor_subclass_are_weights() -> None:
     cpu = torch.device("cpu")
     assert [storable(t, cpu, 1, weights) for t in (a, b.t(), scale, module.plain.t())] == [None] * 4
     assert storable(module.plain.note.activation, cpu, 1, weights) is not None  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+def test_what_fsdp2_has_gathered_is_not_what_a_step_finds(dtype: torch.dtype | None) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        mesh, policy = DeviceMesh("cpu", [0]), MixedPrecisionPolicy(param_dtype=dtype)
+        model = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.Linear(5, 3, bias=False))
+        seen: list[int] = []
+        for layer in model:
+            layer.register_forward_hook(lambda *_: seen.append(gathered_bytes(model)))
+        assert gathered_bytes(model) == 0
+        fully_shard(model[1], mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+        fully_shard(model, mesh=mesh, mp_policy=policy)
+        width = 4 if dtype is None else 2
+        for _ in range(2):
+            model(torch.randn(2, 7, dtype=dtype)).sum().backward()
+            assert seen == [40 * width, (40 + 15) * width]
+            assert gathered_bytes(model) == 0
+            seen.clear()
+    finally:
+        dist.destroy_process_group()

@@ -48,6 +48,11 @@ class PartRun:
     calls: tuple[list[tuple[int, int]], ...] = ()
     keys: tuple[Key, ...] = ()
 
+    @property
+    def last(self) -> int:
+        """Index of its last call."""
+        return max(len(self.calls) - 1, 0)
+
 
 @dataclass(frozen=True)
 class Link:
@@ -107,7 +112,8 @@ class OffloadManager:
         self._record = _StepRecord()
         self._runs: dict[Key, PartRun] = {}
         self._calls: dict[str, int] = {}
-        self._leaving: list[PartRun] = []
+        self._leaving: list[tuple[PartRun, int]] = []  # calls
+        self._late: list[PartRun] = []  # their inputs leave at the next event
         self._released_at: dict[tuple[str, Key], list[Key]] = {}
 
     @property
@@ -134,15 +140,35 @@ class OffloadManager:
             run.keys = tuple((path, before + n) for n in range(len(run.calls)))
             self._runs |= dict.fromkeys(run.keys, run)
         self.record("F", run)
-        self._transfer("F", run)
+        self._transfer("F", run, 0)
+
+    def begin_experts(self, run: PartRun) -> None:
+        """The forward of a sublayer's second call begins, if it has one."""
+        if len(run.calls) > 1:
+            self._leave(run, 0)
+            self._transfer("F", run, 1)
+
+    def end_forward(self, run: PartRun) -> None:
+        self._leave(run, run.last)
 
     def begin_backward(self, run: PartRun, following: PartRun | None) -> None:
         """`following`: the part whose backward is next."""
         self.record("B", run)
-        self._transfer("B", run)
-        self._fetch(run)
-        if following is not None and self.plan is None and run.part.path not in ENDS:
-            self._fetch(following)
+        self._begin_backward(run, run.last, following)
+
+    def begin_front(self, run: PartRun, following: PartRun | None) -> None:
+        """The backward of a sublayer's first call begins, if it has two."""
+        if run.last:
+            self._begin_backward(run, 0, following)
+
+    def _begin_backward(self, run: PartRun, call: int, following: PartRun | None) -> None:
+        self._transfer("B", run, call)
+        self._fetch(run, call)
+        if self.plan is None and run.part.path not in ENDS:
+            if call:
+                self._fetch(run, call - 1)
+            elif following is not None:
+                self._fetch(following, following.last)
 
     def record(self, kind: str, run: PartRun) -> None:
         """A forward or backward begins in the step that plans are made of. An engine's head is recorded only."""
@@ -155,44 +181,52 @@ class OffloadManager:
             for key, items, times in calls if kind == "F" else reversed(calls):
                 self._record.add(kind, run.part, key, tuple(size for _, size in items), times)
 
-    def end_forward(self, run: PartRun) -> None:
+    def _leave(self, run: PartRun, call: int) -> None:
         if run.part.placement == "offload" and self.plan is None:
-            self._leaving.append(run)
+            self._leaving.append((run, call))
 
-    def _transfer(self, kind: str, run: PartRun) -> None:
-        """Release and fetch what is due when a sublayer's forward or backward begins. Embedding and head are no regions: nothing
-        is due at theirs."""
+    def _transfer(self, kind: str, run: PartRun, call: int) -> None:
+        """Release and fetch what is due when a call's forward or backward begins. Embedding and head are no regions: nothing is
+        due at theirs."""
         if run.part.path in ENDS:
             return
+        for late in self._late:
+            self._release(late, frozenset({late.part.events.x}))
+        self._late = []
+        # A sublayer's second call reads its input: until that forward is over, its caller holds it.
+        inside = run if kind == "F" and call else None
         if self.plan is None:
-            staying = [run] if self._link is not None or self.measures else self._leaving[-1:]
-            for other in [other for other in self._leaving if all(other is not mine for mine in staying)]:
-                self._leaving.remove(other)
-                self._release(other, None)
+            staying = [(run, call)] if self._link is not None or self.measures else self._leaving[-1:]
+            for leaving in [leaving for leaving in self._leaving if leaving not in staying]:
+                self._leaving.remove(leaving)
+                self._release_call(*leaving, inside)
             return
-        # The events of a part's second call count as those of its first: both are at its begin.
-        for own in run.keys if kind == "F" else reversed(run.keys):
-            for key in self._released_at.get((kind, own), ()):
-                if key in self._runs:
-                    self._release(self._runs[key], key)
-            for key in self.plan.fetch_at.get((kind, own), ()):
-                if key in self._runs:
-                    self._fetch(self._runs[key], key)
+        for key in self._released_at.get((kind, run.keys[call]), ()):
+            if key in self._runs:
+                self._release_call(self._runs[key], self._runs[key].keys.index(key), inside)
+        for key in self.plan.fetch_at.get((kind, run.keys[call]), ()):
+            if key in self._runs:
+                self._fetch(self._runs[key], self._runs[key].keys.index(key))
 
-    def _release(self, run: PartRun, key: Key | None) -> None:
-        """Free what was offloaded: what the plan chose of a call, or all."""
-        events, least = run.part.events, self._least
-        if key is None:
-            leaving = [*run.blocks, events.x]
+    def _release_call(self, run: PartRun, call: int, inside: PartRun | None) -> None:
+        """Free what was offloaded of a call: what the plan chose, or all; the input of `inside` when its forward is over."""
+        if not run.calls:
+            chosen = frozenset([*run.blocks, run.part.events.x])
+        elif self.plan is None:
+            chosen = frozenset(number for number, _ in run.calls[call])
         else:
-            assert self.plan is not None
-            chosen = self.plan.offload[key]
-            leaving = [number for at, (number, _) in enumerate(_items_of(run, key)) if at in chosen]
-        sizes = storage_sizes(events, self._hidden)  # a block may be larger than what it holds
-        for n in leaving:
-            if sizes.get(n, 0) < least:
-                continue
-            if n == events.x and run.x is not None:
+            planned = self.plan.offload[run.keys[call]]
+            chosen = frozenset(number for at, (number, _) in enumerate(run.calls[call]) if at in planned)
+        if run is inside and run.part.events.x in chosen:
+            chosen -= {run.part.events.x}
+            self._late.append(run)
+        self._release(run, chosen)
+
+    def _release(self, run: PartRun, chosen: frozenset[int]) -> None:
+        x = run.part.events.x
+        sizes = storage_sizes(run.part.events, self._hidden)  # a block may be larger than what it holds
+        for n in [n for n in (*run.blocks, x) if n in chosen and sizes.get(n, 0) >= self._least]:
+            if n == x and run.x is not None:
                 run.offloaded[n] = sizes[n]
                 self._allocator.free(run.x)
                 run.x = None
@@ -200,11 +234,11 @@ class OffloadManager:
                 run.offloaded[n] = sizes[n]
                 self._allocator.free(run.blocks.pop(n))
 
-    def _fetch(self, run: PartRun, key: Key | None = None) -> None:
-        """Make what was offloaded of a call, or all."""
-        if run in self._leaving:
-            self._leaving.remove(run)
-        wanted = {n for n, _ in _items_of(run, key)} if key is not None else set(run.offloaded)
+    def _fetch(self, run: PartRun, call: int) -> None:
+        """Make what was offloaded of a call."""
+        if (run, call) in self._leaving:
+            self._leaving.remove((run, call))
+        wanted = {n for n, _ in run.calls[call]} if run.calls else set(run.offloaded)
         for n in [n for n in run.offloaded if n in wanted]:
             block = self._allocator.malloc(run.offloaded.pop(n), self._stream, ACTIVATIONS)
             if n == run.part.events.x:
@@ -262,10 +296,6 @@ def calls_of(part: Part, hidden: int, least: int, engine: bool) -> tuple[list[tu
 
 def is_cut(part: Part, engine: bool) -> bool:
     return engine and part.events.experts_h >= 0
-
-
-def _items_of(run: PartRun, key: Key) -> list[tuple[int, int]]:
-    return run.calls[run.keys.index(key)]
 
 
 def offloadable(events: PartEvents, hidden: int, least: int) -> list[tuple[int, int]]:

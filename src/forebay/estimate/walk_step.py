@@ -178,7 +178,8 @@ class StepWalk:
         events = run.part.events
         on_mark = {FINAL_NORM_END: partial(self._free_all, model_inputs), PAGES: partial(self._take_pages, run)}
         played = events.forward_no_grad if run.part.placement == "recompute" else events.forward
-        yield from self._play(run.blocks, played, run.part, on_mark=on_mark, stop=EXPERTS_BEGIN)
+        on_call = partial(self._manager.begin_experts, run)
+        yield from self._play(run.blocks, played, run.part, on_mark=on_mark, stop=EXPERTS_BEGIN, on_call=on_call)
         output = run.blocks.pop(events.output)
         self._place_saved(run)
         return output
@@ -274,7 +275,7 @@ class StepWalk:
             deferred = (
                 _DeferredGrads.of(part, self._run.sharing.adds_in_place) if split and part.trace.deferred else None
             )
-            dx = yield from self._part_backward(run, dy, deferred is not None)
+            dx = yield from self._part_backward(run, dy, deferred is not None, runs[-1] if runs else None)
             if deferred is not None:
                 deferred.blocks = [self._malloc(size, ACTIVATIONS) for size in deferred.sizes]
                 waiting.append(deferred)
@@ -296,7 +297,9 @@ class StepWalk:
             self._token_grads.append(dy)
             self._allocator.set_role(dy, GRADIENTS)
 
-    def _part_backward(self, run: PartRun, dy: Block, deferred: bool) -> Generator[None, None, Block | None]:
+    def _part_backward(
+        self, run: PartRun, dy: Block, deferred: bool, following: PartRun | None
+    ) -> Generator[None, None, Block | None]:
         """The gradient of its input. `deferred`: without the experts' weight gradients."""
         part, events, blocks = run.part, run.part.events, run.blocks
         elsewhere = deferred or (self._run.sharing.adds_in_place and part.trace.deferred)
@@ -309,7 +312,8 @@ class StepWalk:
         if run.x is not None:
             blocks[events.x] = run.x
         on_mark = {ALL_TO_ALL_END: partial(self._release_pages, run), PAGES: partial(self._read_pages, run)}
-        yield from self._play(blocks, backward, part, frozenset(events.weight_grads), 1, on_mark, EXPERTS_END)
+        on_call = partial(self._manager.begin_front, run, following)
+        yield from self._play(blocks, backward, part, frozenset(events.weight_grads), 1, on_mark, EXPERTS_END, on_call)
         dx = blocks.pop(events.dx, None)
         self._free(block for block in blocks.values() if block is not dx)
         self._free(block for block in (run.balance, run.shared, *run.held) if block is not None)
@@ -374,6 +378,7 @@ class StepWalk:
         thread: int = 0,
         on_mark: Mapping[int, Callable[[], None]] = MappingProxyType({}),
         stop: int = -1,
+        on_call: Callable[[], None] = lambda: None,
     ) -> Iterator[None]:
         """Play events on blocks; in an engine yields after each transfer.
 
@@ -382,8 +387,9 @@ class StepWalk:
             on_mark: called at marks; that of `ALL_TO_ALL_END` when the experts' weight gradients have been made.
             stop: a mark where a computation of an engine's MoE layer ends if nothing is transferred. What the operation before it
                 read alone is freed first.
+            on_call: called when an engine's second call of a MoE layer begins: the experts, and in backward what is before them.
         """
-        stops = self._stops(events, stop) if self._run.engine and not part.events.transferred else iter(())
+        stops = self._stops(events, stop) if self._run.engine and not part.events.transferred else []
         due: tuple[None, ...] = ()
         transfers, transferred = 0, part.events.transferred
         malloc, free = self._allocator.malloc, self._allocator.free
@@ -391,6 +397,8 @@ class StepWalk:
             if due and size:
                 yield from due
                 due = ()
+                if not stops:
+                    on_call()
             if number >= 0 and size:
                 blocks[number] = malloc(size, self._transfer_stream if number in transferred else self._stream)
             elif number >= 0:
@@ -400,7 +408,7 @@ class StepWalk:
                 ):
                     free(block)
             elif size == stop:
-                due = next(stops, ())
+                due = stops.pop(0) if stops else ()
             elif size != ALL_TO_ALL_END:
                 self._mark(size, part, thread, transfers, on_mark)
             else:
@@ -411,10 +419,14 @@ class StepWalk:
                         on_mark[ALL_TO_ALL_END]()
                     if self._run.engine:
                         yield
+                if self._run.engine and transfers == (stop == EXPERTS_END):
+                    on_call()
                 if not transfers:
                     self._params.compute_experts(part.place, True)
                 transfers += 1
-        yield from due
+        if due:
+            yield from due
+            on_call()
 
     def _mark(
         self, mark: int, part: Part, thread: int, transfers: int, on_mark: Mapping[int, Callable[[], None]]
@@ -428,11 +440,11 @@ class StepWalk:
             self._params.compute_experts(part.place, False)
 
     @staticmethod
-    def _stops(events: Sequence[AllocEvent], stop: int) -> Iterator[tuple[None, ...]]:
+    def _stops(events: Sequence[AllocEvent], stop: int) -> list[tuple[None, ...]]:
         """At each mark `stop`, how often to yield. A backward has two stops: after the experts' input gradients, and after their
         weight gradients, even if there are none."""
         marks = events.count((-1, stop))
-        return iter([(None,)] * (marks - 1) + [(None,) * (1 + (stop == EXPERTS_END and marks == 1))])
+        return [(None,)] * (marks - 1) + [(None,) * (1 + (stop == EXPERTS_END and marks == 1))]
 
     def _yields_after(self, part: Part) -> bool:
         """A dense layer is a single computation; `_play` yields inside of a MoE layer, and after its transfers."""

@@ -37,6 +37,7 @@ from forebay.memory.storage import (
     RegionWeights,
     SavedAlias,
     View,
+    gathered_bytes,
     given_parameters,
     holds_rows,
     raise_modified_inplace,
@@ -219,9 +220,10 @@ class Manager:
         self._backwards = [key for key in backwards if key[0] in self._regions]
         self._steady = steady
 
-    def forward_begins(self, device: torch.device) -> None:
+    def forward_begins(self, device: torch.device, model: torch.nn.Module) -> None:
         """The whole model's forward begins. If a step begins with it, that step is planned now, and the memory allocated now is
-        its base: when the first region is entered, the embedding's output exists already.
+        its base: when the first region is entered, the embedding's output exists already. What FSDP2 gathered before the forward
+        (the weights outside of the layers) is the step's.
 
         Args:
             device: where the model is now. Trainers move a model after it was managed.
@@ -236,7 +238,7 @@ class Manager:
         self._end_step()
         measures = self._budget is not None and self.tuner.state is not TuneState.FOLLOW
         if measures and self._device.type == "cuda" and self._step.finished:
-            self._base = torch.cuda.memory_allocated(self._device)
+            self._base = torch.cuda.memory_allocated(self._device) - gathered_bytes(model)
 
     def _move_to(self, device: torch.device) -> None:
         """Tickets that are alive stay with the store that holds them."""

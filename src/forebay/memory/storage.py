@@ -104,6 +104,16 @@ def _fsdp1_views(module: torch.nn.Module) -> Iterator[torch.Tensor]:
             yield from (value for value in vars(child).values() if isinstance(value, torch.Tensor))
 
 
+def gathered_bytes(module: torch.nn.Module) -> int:
+    """Bytes of the weights that FSDP2 has gathered in a module now. Private API, the same in torch 2.11 to 2.13."""
+    groups = [m._get_fsdp_state()._fsdp_param_group for m in module.modules() if isinstance(m, FSDPModule)]
+    # What was freed has a storage of no bytes.
+    outputs = (
+        whole for g in groups if g is not None for record in g.fsdp_params for whole in record.all_gather_outputs
+    )
+    return sum(whole.untyped_storage().nbytes() for whole in outputs)
+
+
 def storable(
     tensor: torch.Tensor, device: torch.device, min_bytes: int, weights: Container[int]
 ) -> torch.UntypedStorage | None:

@@ -190,10 +190,9 @@ def test_steps_follow_the_plan_after_the_measured_ones(microbatches: int) -> Non
     assert most - found.peak.allocated == 64 * MIB
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_auto_measures_with_everything_offloaded(monkeypatch: pytest.MonkeyPatch, world: int) -> None:
-    """All of a microbatch's sublayers are kept; in the two steps before, at most two hold their 64 MiB. Before plans are tried,
-    by a process that is alone, the cache is emptied."""
+def test_auto_measures_with_everything_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of a microbatch's sublayers are kept; in the two steps before, at most two hold their 64 MiB. Before plans are tried
+    the cache is emptied."""
     emptied = list[int]()
     empty_cache = CachingAllocator.empty_cache
 
@@ -203,14 +202,14 @@ def test_auto_measures_with_everything_offloaded(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(CachingAllocator, "empty_cache", noted)
     kept = [replace(part, placement="keep") for part in parts(64 * MIB)]
-    sharing = Sharing(data=world, sharded=False, parameter=4, compute=4, random=False)
+    sharing = Sharing(sharded=False, parameter=4, compute=4, random=False)
     actions = local_plan(1, False).actions[0]
     measured = {0: [EMBEDDING, *parts(64 * MIB)]}
     run = RankRun([], sharing, {0: [EMBEDDING, *kept]}, actions, 0, 16 * MIB, least=MIB, measured=measured)
     chosen, before = walk(run), walk(run, steps=2)
     assert chosen.peak.allocated - before.peak.allocated == 64 * MIB
     assert chosen.peak == walk(replace(run, measured=None)).peak
-    assert emptied == [before.reserved] * (world == 1)
+    assert emptied == [before.reserved]
 
 
 def test_a_run_of_auto_has_parts_for_its_measured_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

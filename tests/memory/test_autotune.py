@@ -113,9 +113,9 @@ class Machine:
         return sum(self.calls[key].items[i] for i in plan.offload[key])  # type: ignore[index]
 
 
-def begin(timeline: Timeline, budget: int) -> Trials:
+def begin(timeline: Timeline, budget: int, timed: bool = True) -> Trials:
     paths = paths_of(timeline)
-    return Trials(timeline, paths, paths, budget, under_budget(timeline, paths, budget, paths, 0.02))
+    return Trials(timeline, paths, paths, budget, under_budget(timeline, paths, budget, paths, 0.02), timed)
 
 
 def finish(trials: Trials, machine: Machine) -> Trials:
@@ -159,6 +159,18 @@ def test_what_stays_is_within_the_budget_and_near_the_best_of_all_placements(see
         assert machine.peak(trials.plan) <= budget
         safe = [seconds for seconds, peak in every if peak + machine.apart <= 0.997 * budget]
         assert not safe or machine.seconds(trials.plan) <= 1.02 * min(safe)
+
+
+@pytest.mark.parametrize("off", [0.0, 0.05, 0.10])
+def test_without_times_a_plan_within_the_budget_stays(off: float) -> None:
+    """Only a peak over it makes others be tried, until one is within."""
+    timeline = timeline_of(random.Random(3), 4)
+    keep = simulate(timeline, Assignment()).peak_bytes
+    machine = Machine(timeline, off=int(off * keep))
+    trials = finish(begin(timeline, int(0.9 * keep), timed=False), machine)
+    over = [trial.peak_bytes > 0.9 * keep for trial in trials.tried]
+    assert over == [True] * (len(over) - 1) + [False] and (len(over) > 1) == (off > 0)
+    assert trials.plan is trials.tried[-1].plan
 
 
 @pytest.mark.parametrize("off", [0.02, 0.05, 0.10])

@@ -239,6 +239,13 @@ def test_pages_that_run_out() -> None:
         captured[0] = True
 
     renewed: list[int] = []
+    skips: list[float | None] = []
+
+    def noted(result: Any, skip: Tensor | None) -> Any:
+        assert pages.ended in (0, 1) and not pages.is_exact
+        skips.append(None if skip is None else float(skip))
+        return result
+
     runs = retries(pages, eager=called, on_resize=lambda: renewed.append(pages.ended))
 
     def gradients() -> Tensor:
@@ -247,13 +254,56 @@ def test_pages_that_run_out() -> None:
         pages.missing += 3 * (not pages.is_exact)
         return torch.tensor(float(len(drawn)))
 
-    result, rerun = runs.run(gradients, lambda: dropped.append(1))
+    result, rerun = runs.run(gradients, noted, lambda: dropped.append(1))
     assert result == 2.0 and rerun == CapacityRetry(rows=False, pages=True, factor=None)
     assert drawn[0] == drawn[1] and dropped == [1] and pages.ended == 1 and not pages.is_exact
     assert runs.page_report is not None and runs.page_report.bytes_out == 1 and runs.factor() is None
     assert renewed == [1], "a graph of other pages is given up, once"
-    result, rerun = runs.run(lambda: "enough", lambda: dropped.append(2))
+    assert skips == [1.0, None]
+    result, rerun = runs.run(lambda: "enough", noted, lambda: dropped.append(2))
+    assert skips == [1.0, None, 0.0]
     assert (result, rerun, dropped, pages.ended, renewed) == ("enough", None, [1], 2, [1])
+
+
+def test_an_update_that_cannot_skip_waits_for_the_gradients() -> None:
+    pages, applied = Pages(), list[tuple[float, Tensor | None]]()
+
+    def gradients() -> float:
+        pages.missing += 1 - int(pages.is_exact)
+        return float(pages.is_exact)
+
+    runs = retries(pages, ahead=False)
+    _, rerun = runs.run(gradients, lambda exact, skip: applied.append((exact, skip)), lambda: None)
+    assert rerun is not None and applied == [(1.0, None)]
+    pages.is_exact = True
+    assert runs.run(gradients, lambda exact, skip: "applied", lambda: None) == ("applied", None)
+
+
+class LateRanks:
+    """The part of a token dispatcher that `CapacityRetries` uses; this rank waited for another one in vain, or did not."""
+
+    def __init__(self, noticed: bool):
+        self.noticed = noticed
+
+    def lost_flag(self) -> Tensor:
+        return torch.zeros(1, dtype=torch.int64)
+
+    def late_flag(self) -> Tensor:
+        return torch.ones(1, dtype=torch.int64)
+
+    def check(self) -> None:
+        if self.noticed:
+            raise RuntimeError("rank 1 of 2 did not join")
+
+
+@pytest.mark.parametrize(("noticed", "message"), [(True, "rank 1 of 2 did not join"), (False, "another rank missed")])
+def test_nothing_is_made_of_gradients_that_miss_a_rank(noticed: bool, message: str) -> None:
+    mesh = Mesh(ALONE, CPU, Parallel(), timedelta(1), False, None)
+    runs = CapacityRetries(mesh, LateRanks(noticed), None, None)  # type: ignore[arg-type]
+    skips, dropped = list[float](), list[int]()
+    with pytest.raises(RuntimeError, match=message):
+        runs.run(lambda: 1, lambda _, skip: skips.append(float(skip)), lambda: dropped.append(1))  # type: ignore[arg-type]
+    assert skips == [1.0] and dropped == [1]
 
 
 def test_an_error_in_the_second_attempt_is_an_error() -> None:
@@ -265,14 +315,14 @@ def test_an_error_in_the_second_attempt_is_an_error() -> None:
         pages.missing += 1
 
     with pytest.raises(RunError, match="out of luck"):
-        retries(pages).run(gradients, lambda: None)
+        retries(pages).run(gradients, lambda *_: None, lambda: None)
     assert not pages.is_exact
 
 
 def test_nothing_is_asked_where_nothing_is_left_out() -> None:
     runs = retries(None)
     with patch("torch.get_rng_state", side_effect=AssertionError), patch.object(runs, "_exceeded") as asked:
-        assert runs.run(lambda: 7, lambda: None) == (7, None)
+        assert runs.run(lambda: 7, lambda seven, _: seven, lambda: None) == (7, None)
         with runs.exactly():
             pass
     assert not runs.needed and not asked.called and runs.factor() is None
@@ -291,7 +341,7 @@ def one_rank_with_pages(rank: int, world: int, raw: dict[str, Any]) -> list[bool
             if pages is not None and not pages.is_exact:
                 pages.missing += missing
 
-        asked.append(runs.run(gradients, lambda: None)[1] is not None)
+        asked.append(runs.run(gradients, lambda *_: None, lambda: None)[1] is not None)
     return asked
 
 

@@ -155,8 +155,8 @@ class StepWalk:
     def _begin_managed_step(self) -> None:
         measured = self._manager.measures
         self._manager.begin_step()
-        if measured and not self._manager.measures and self._run.sharing.world == 1:
-            self._allocator.empty_cache()  # before plans are tried; several processes try none
+        if measured and not self._manager.measures:
+            self._allocator.empty_cache()  # before plans are tried
 
     @staticmethod
     def _keeps_input(part: Part) -> bool:

@@ -117,6 +117,8 @@ class Trials:
         recomputable: regions that may be recomputed.
         budget: bytes that a step's memory may rise over its base.
         first: the plan to begin with.
+        timed: times can be compared. Each of several processes would measure what the others try: then only plans that need less
+            are tried, and only until one is within the budget.
 
     Attributes:
         plan: to follow in the next step.
@@ -126,12 +128,18 @@ class Trials:
     """
 
     def __init__(
-        self, timeline: Timeline, paths: frozenset[str], recomputable: frozenset[str], budget: int, first: Plan
+        self,
+        timeline: Timeline,
+        paths: frozenset[str],
+        recomputable: frozenset[str],
+        budget: int,
+        first: Plan,
+        timed: bool = True,
     ):
         self.plan, self.finished, self.steps = first, False, 0
         self.tried: list[Trial] = []
         self._timeline, self._paths, self._recomputable, self._budget = timeline, paths, recomputable, budget
-        self._max_ratio = _MAX_EXPECTED_RATIOS[0]
+        self._timed, self._max_ratio = timed, _MAX_EXPECTED_RATIOS[0]
         self._solvers: dict[Scenario, Solver] = {}
         self._seen, self._peak = 0, 0  # steps and bytes of the plan in force
         self._times: list[Callable[[], float]] = []
@@ -196,6 +204,9 @@ class Trials:
         """The next trial; resumed when the last one was measured."""
         yield Trial("first", _AS_MEASURED, first, self._expected(first))
         if not first.planned_bytes and not first.recompute and self._best() is not None:
+            return
+        if not self._timed:
+            yield from self._lower()
             return
         for ratio in _MAX_EXPECTED_RATIOS:
             self._max_ratio = ratio
@@ -307,7 +318,7 @@ class TuneState(enum.Enum):
     """The purpose of the next steps. The legal transitions are in `_TRANSITIONS`."""
 
     MEASURE = "measure"  # everything that may be offloaded is, one call at a time, and the step is recorded
-    TRY = "try"  # plans are tried: policy="auto" on one GPU
+    TRY = "try"  # plans are tried: policy="auto" on a GPU
     FOLLOW = "follow"  # a plan stays; where microbatches alternate, the times of its first steps correct it
 
 
@@ -522,9 +533,8 @@ class Autotuner:
         assert self._budget is not None
         paths, gpu = self._auto | self._offload_paths, self._device.type == "cuda"
         plan = under_budget(timeline, paths, self._budget, self._auto, _FIRST_PLAN_MARGIN if gpu else 0.0)
-        # A CPU has no times. Each of several processes would measure what the others try.
-        if gpu and not _several_processes():
-            self._trials = Trials(timeline, paths, self._auto, self._budget, plan)
+        if gpu:  # a CPU has no times, and no peaks
+            self._trials = Trials(timeline, paths, self._auto, self._budget, plan, not _several_processes())
             torch.cuda.empty_cache()  # see `_end_tried_step`
         return plan
 

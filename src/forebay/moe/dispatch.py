@@ -117,6 +117,11 @@ class TokenDispatcher(OpaqueBase):
         operation. None if no row can be dropped. The host does not wait."""
         return None
 
+    def late_flag(self) -> Tensor | None:
+        """int64 [1] on the device, > 0 if another rank did not join an operation in time since `check` or `clear_lost`. None if
+        that raises at once. The host does not wait."""
+        return None
+
     def clear_lost(self) -> None:
         """Reset `lost_flag`, `suggested_factor`, and a rank that was late. The host does not wait.
 

@@ -88,6 +88,9 @@ class HierarchicalDispatcher(TokenDispatcher):
         rows, inside = self._inside.fake_handle(passed_on, slots_per_token, device)
         return rows, [*across, *inside]
 
+    def late_flag(self) -> Tensor | None:
+        return self._inside.late_flag()
+
     def check(self) -> None:
         self._inside.check()
 

@@ -200,6 +200,9 @@ class SymmetricDispatcher(TokenDispatcher):
             return None
         return (self._needs().amax(0, keepdim=True) - self.capacity_slots).clamp_(min=0)
 
+    def late_flag(self) -> Tensor | None:
+        return self._open().state[LATE : LATE + 1]
+
     def clear_lost(self) -> None:
         """Also forgets that a rank was late: nothing waits for it until then (`forebay.kernels.symm_mem`)."""
         self._most_exact = 0

@@ -1,11 +1,11 @@
 """Repeats the gradients of a step that exceeded a capacity, exactly.
 
-Input: a callable that computes a step's gradients, and what may leave something out of them: a token dispatcher with a
-capacity, a page store. Output: gradients that miss nothing, and a `CapacityRetry` if they took two attempts. The first
-attempt runs at full speed and the device notes what did not fit. If any process lost something, all drop their gradients,
-restore the random generators and the routers' counts, and compute the gradients again in exact mode. Parameters, optimizer
-and router biases change only after the gradients, so nothing else has to be restored. `CapacityRetries` owns the capacity
-factor that the run has needed so far.
+Input: a callable that computes a step's gradients, one that applies them, and what may leave something out of them: a token
+dispatcher with a capacity, a page store. Output: what was applied misses nothing, and a `CapacityRetry` if it took two
+attempts. The first attempt runs at full speed and the device notes what did not fit. The update follows at once and reads on
+the device whether to change anything: the host does not wait for the gradients to launch it. If any process lost something,
+nothing was changed; all drop their gradients, restore the random generators and the routers' counts, and compute and apply the
+gradients again in exact mode. `CapacityRetries` owns the capacity factor that the run has needed so far.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch
+from torch import Tensor
 
 from forebay.memory.page_store import PageReport, PageStore
 from forebay.models.router import RouterStats
@@ -24,6 +25,7 @@ from forebay.train.distributed import Mesh
 from forebay.train.generators import SavedRngStates
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 
 @dataclass(frozen=True)
@@ -44,9 +46,10 @@ class CapacityRetries:
         router: counts of the routers' choices; None for a dense model.
         eager: context in which a step runs without a CUDA graph. A replayed graph cannot be exact.
         on_resize: called on all processes after the page store of any process was resized: all must give up their graph together.
+        ahead: an update can read on the device whether it is to change anything. Else the host waits for the gradients before it.
 
     Attributes:
-        needed: whether any process can exceed a capacity. If not, `run` only calls `gradients`.
+        needed: whether any process can exceed a capacity. If not, `run` only calls `gradients` and `apply`.
         page_report: the page store's report of the last step; None without pages.
     """
 
@@ -58,9 +61,10 @@ class CapacityRetries:
         router: RouterStats | None,
         eager: Callable[[], AbstractContextManager[None]] = nullcontext,
         on_resize: Callable[[], None] = lambda: None,
+        ahead: bool = True,
     ):
         self._mesh, self._dispatcher, self._pages, self._router = mesh, dispatcher, pages, router
-        self._eager, self._on_resize = eager, on_resize
+        self._eager, self._on_resize, self._ahead = eager, on_resize, ahead
         has_capacity = dispatcher is not None and dispatcher.lost_flag() is not None
         # Collective: pipeline ranks without experts or stashed regions take part in the retries of the others.
         any_capacity, any_pages = mesh.max(has_capacity, pages is not None)
@@ -68,14 +72,32 @@ class CapacityRetries:
         self.page_report: PageReport | None = None
         self._largest_factor = 0.0
 
-    def run(self, gradients: Callable[[], T], drop: Callable[[], None]) -> tuple[T, CapacityRetry | None]:
-        """The result of `gradients()`, and why it was called twice, if it was; `drop` removes the gradients of the first call."""
+    def run(
+        self, gradients: Callable[[], T], apply: Callable[[T, Tensor | None], R], drop: Callable[[], None]
+    ) -> tuple[R, CapacityRetry | None]:
+        """The result of `apply(gradients(), skip)`, and why both were called twice, if they were.
+
+        Args:
+            apply: with `skip`, fp32 [] on the device, it must change nothing that lasts where that is 1; None is 0.
+            drop: removes the gradients.
+
+        Raises:
+            RuntimeError: a rank missed a token dispatch. Gradients are dropped, and nothing was applied.
+        """
         if not self.needed:
-            return gradients(), None
+            result = gradients()
+            self._check_dispatcher(drop)
+            return apply(result, None), None
         rng = SavedRngStates(self._mesh.device)
         counts = self._router.counts() if self._router is not None else None
         result = gradients()
-        rows, pages = self._exceeded()
+        exceeded = self._exceeded()
+        applied = apply(result, exceeded.amax().float()) if self._ahead else None
+        rows, pages, late = exceeded.tolist()  # the host waits for the device
+        if late:
+            self._check_dispatcher(drop)
+            self._discard(drop)
+            raise RuntimeError("another rank missed a token dispatch; parameters and optimizer are unchanged")
         retry = None
         if rows or pages:
             del result
@@ -87,9 +109,12 @@ class CapacityRetries:
                 if self._dispatcher is not None and rows:
                     self._dispatcher.clear_lost()
                 result = gradients()
-            retry = CapacityRetry(rows, pages, self._measure_factor() if rows else None)
+            self._check_dispatcher(drop)
+            retry = CapacityRetry(rows > 0, pages > 0, self._measure_factor() if rows else None)
+        if retry is not None or not self._ahead:
+            applied = apply(result, None)
         self._end_pages()
-        return result, retry
+        return cast(R, applied), retry
 
     def factor(self) -> float | None:
         """The smallest capacity factor that would have kept every row of the run; None without a capacity."""
@@ -118,17 +143,34 @@ class CapacityRetries:
         if resized:
             self._on_resize()
 
-    def _exceeded(self) -> tuple[bool, bool]:
-        """Whether any process lost rows, or lacked pages. The host waits for the device.
+    def _exceeded(self) -> Tensor:
+        """Whether any process lost rows, lacked pages, or waited for a rank in vain: int64 [3] of 0 and 1, on the device.
 
         All processes, of other expert groups and pipeline ranks too, decide alike: one that repeated a step alone would wait.
         """
-        lost = self._dispatcher.lost_flag() if self._dispatcher is not None else None
+        lost, late = (None, None) if (d := self._dispatcher) is None else (d.lost_flag(), d.late_flag())
         missing = self._pages.missing_flag() if self._pages is not None else None
         zero = torch.zeros(1, dtype=torch.int64, device=self._mesh.device)
-        flags = torch.cat([zero if flag is None else flag for flag in (lost, missing)])
-        rows, pages = self._mesh.sum(flags.clamp(max=1)).tolist()
-        return rows > 0, pages > 0
+        flags = torch.cat([zero if flag is None else flag for flag in (lost, missing, late)])
+        return self._mesh.sum(flags.clamp_(max=1)).clamp_(max=1)
+
+    def _check_dispatcher(self, drop: Callable[[], None]) -> None:
+        """If a rank missed a dispatch, gradients are wrong and nothing may be made of them.
+
+        This comes before the next collective: ranks that noticed nothing wait there, and do not step either.
+        """
+        if self._dispatcher is None:
+            return
+        try:
+            self._dispatcher.check()
+        except RuntimeError:
+            self._discard(drop)
+            raise
+
+    def _discard(self, drop: Callable[[], None]) -> None:
+        drop()
+        if self._router is not None:
+            self._router.reset_counts()
 
     def _measure_factor(self) -> float | None:
         """The factor that the exact attempt needed. The first attempt routed other rows after the first one that it lost."""

@@ -278,7 +278,9 @@ class ShardedAdamW(torch.optim.AdamW):
     """
 
     _factor: torch.Tensor | None = None
-    grad_scale: torch.Tensor | None = None  # torch gives it to the fused update of each group
+    # torch gives these to the fused update of each group.
+    grad_scale: torch.Tensor | None = None
+    found_inf: torch.Tensor | None = None
 
     @torch.no_grad()  # here and below: else `local` makes nodes of autograd, 10 microseconds each
     def rehearse(self) -> None:
@@ -300,19 +302,21 @@ class ShardedAdamW(torch.optim.AdamW):
                 del taken
 
     @torch.no_grad()
-    def update(self, factor: torch.Tensor | None) -> None:
+    def update(self, factor: torch.Tensor | None, skip: torch.Tensor | None = None) -> None:
         """`step`, with gradients multiplied by `factor`, on their device; None is 1.
+
+        Where `skip`, fp32 [] on the device, is 1, a fused update changes neither weights nor states.
 
         A fused update multiplies those in half precision itself: torch's product of them with a float32 takes four times as
         long as its bytes (12.9 of 52.6 ms a step for 3.1e9 weights in bf16 on an H200), and rounds.
         """
         groups = self.param_groups
         self.param_groups = [part for group in groups for part in _cast_in_parts(group)]
-        self._factor = factor
+        self._factor, self.found_inf = factor, skip
         try:
             self.step()
         finally:
-            self.param_groups, self._factor, self.grad_scale = groups, None, None
+            self.param_groups, self._factor, self.grad_scale, self.found_inf = groups, None, None, None
 
     def _init_group(self, group: dict[str, Any], *lists: list[torch.Tensor]) -> bool:
         complex_found = super()._init_group(group, *lists)  # type: ignore[misc]  # not in the stubs

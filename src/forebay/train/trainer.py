@@ -129,6 +129,7 @@ class Trainer:
             self._router,
             eager=self.eager,
             on_resize=self.cuda_graph.release if self.cuda_graph is not None else lambda: None,
+            ahead=o.fused,
         )
         self._freed_graph = False  # for an evaluation
         self._health = HealthRecorder(mesh, self._router, config.log.health, self.cuda_graph is not None)
@@ -232,19 +233,9 @@ class Trainer:
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         drop = partial(self.optimizer.zero_grad, set_to_none=True)
-        parts, retry = self._retries.run(partial(self.gradients, number), drop)
-        if self.dispatcher is not None:
-            # If a rank missed a dispatch, gradients are wrong and nothing may be made of them. This comes before the next
-            # collective: ranks that noticed nothing wait there, and do not step either.
-            try:
-                self.dispatcher.check()
-            except RuntimeError:
-                self.discard()
-                raise
-        losses = self.mesh.sum(torch.stack(parts))
-        norm, factor = parallel.clip_factor(self._parameters, self.config.train.clip, self.mesh)
-        lacks_room = self._lacks_room_for_update()
-        self.optimizer.update(factor)
+        lacked_room: list[bool] = []
+        apply = partial(self._apply, lacked_room)
+        (losses, norm), retry = self._retries.run(partial(self.gradients, number), apply, drop)
         self.optimizer.zero_grad(set_to_none=True)
         routing = self._health.routing()
         if self._router is not None and self._router.has_bias:
@@ -256,7 +247,7 @@ class Trainer:
                 f"step {number}: the loss is {loss} and the gradient norm {size}, which is not finite; "
                 "lower optimizer.lr or lengthen schedule.warmup, and go on from an earlier checkpoint with --resume"
             )
-        seconds, peaks, reserved, health = self._measure(started, held, routing, lacks_room)
+        seconds, peaks, reserved, health = self._measure(started, held, routing, any(lacked_room))
         return StepRecord(
             step=number,
             seconds=seconds,
@@ -272,6 +263,20 @@ class Trainer:
             peak_bytes_by_rank=peaks,
             reserved_bytes_by_rank=reserved if any(reserved) else (),
         )
+
+    def _apply(
+        self, lacked_room: list[bool], parts: tuple[Tensor, Tensor], skip: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Clip and update; see `CapacityRetries.run`. Adds to `lacked_room` whether memory was lacking beside the CUDA graph.
+
+        Returns:
+            The two losses of the step, fp32 [2], and the norm of the gradients, on the device.
+        """
+        losses = self.mesh.sum(torch.stack(parts))
+        norm, factor = parallel.clip_factor(self._parameters, self.config.train.clip, self.mesh)
+        lacked_room.append(self._lacks_room_for_update())
+        self.optimizer.update(factor, skip)
+        return losses, norm
 
     def _reset_peak(self) -> int:
         """Begin to measure a step's peak memory; returns the bytes allocated now, 0 on a CPU."""

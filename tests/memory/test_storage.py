@@ -5,12 +5,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.testing._internal.two_tensor import TwoTensor
 
 from forebay.memory.storage import RegionWeights, gathered_bytes, storable, storage_key
+from tests.ranks import run_ranks
 
 
 def test_a_key_is_of_one_storage_and_version_while_a_weak_reference_lives() -> None:
@@ -52,23 +53,29 @@ def test_the_parts_of_a_weight_that_is_a_tensor_subclass_are_weights() -> None:
     assert storable(module.plain.note.activation, cpu, 1, weights) is not None  # type: ignore[union-attr]
 
 
+def seen_by_layers(rank: int, world: int, dtype: torch.dtype | None) -> list[list[int]]:
+    """What two layers find gathered after their forwards, and what there is after backward, in two steps."""
+    if not dist.is_initialized():
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=rank, world_size=world)
+    mesh, policy = init_device_mesh("cpu", (world,)), MixedPrecisionPolicy(param_dtype=dtype)
+    model = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.Linear(5, 3, bias=False))
+    found: list[list[int]] = [[gathered_bytes(model)]]
+    for layer in model:
+        layer.register_forward_hook(lambda *_: found[-1].append(gathered_bytes(model)))
+    fully_shard(model[1], mesh=mesh, mp_policy=policy, reshard_after_forward=True)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    for _ in range(2):
+        model(torch.randn(2, 7, dtype=dtype)).sum().backward()
+        found.append([gathered_bytes(model)])
+    dist.destroy_process_group()
+    return found
+
+
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
 def test_what_fsdp2_has_gathered_is_not_what_a_step_finds(dtype: torch.dtype | None) -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        mesh, policy = DeviceMesh("cpu", [0]), MixedPrecisionPolicy(param_dtype=dtype)
-        model = torch.nn.Sequential(torch.nn.Linear(7, 5), torch.nn.Linear(5, 3, bias=False))
-        seen: list[int] = []
-        for layer in model:
-            layer.register_forward_hook(lambda *_: seen.append(gathered_bytes(model)))
-        assert gathered_bytes(model) == 0
-        fully_shard(model[1], mesh=mesh, mp_policy=policy, reshard_after_forward=True)
-        fully_shard(model, mesh=mesh, mp_policy=policy)
-        width = 4 if dtype is None else 2
-        for _ in range(2):
-            model(torch.randn(2, 7, dtype=dtype)).sum().backward()
-            assert seen == [40 * width, (40 + 15) * width]
-            assert gathered_bytes(model) == 0
-            seen.clear()
-    finally:
-        dist.destroy_process_group()
+    width = 4 if dtype is None else 2
+    (*steps, last) = seen_by_layers(0, 1, dtype)
+    assert steps == [[0, 40 * width, (40 + 15) * width]] * 2 and last == [0]
+    # Padded to the same number of rows on both processes, and once more as they arrived.
+    for *steps, last in run_ranks(seen_by_layers, 2, dtype):
+        assert steps == [[0, 2 * 48 * width, (48 + 2 * 20) * width]] * 2 and last == [0]

@@ -82,6 +82,7 @@ def opened(raw: dict[str, Any], narrowed: bool) -> Iterator[Trainer]:
     config, kind = from_mapping(raw), NarrowDispatcher if narrowed else NcclDispatcher
     with (
         patch.object(dispatchers, "make_dispatcher", lambda _, group, experts, **__: kind(group, experts)),
+        patch.object(Trainer, "_updates_ahead", lambda _: True),  # as beside a CUDA graph
         Mesh.open(config) as mesh,
         Trainer(config, mesh) as trainer,
     ):
@@ -272,7 +273,7 @@ def test_an_update_that_cannot_skip_waits_for_the_gradients() -> None:
         pages.missing += 1 - int(pages.is_exact)
         return float(pages.is_exact)
 
-    runs = retries(pages, ahead=False)
+    runs = retries(pages, ahead=lambda: False)
     _, rerun = runs.run(gradients, lambda exact, skip: applied.append((exact, skip)), lambda: None)
     assert rerun is not None and applied == [(1.0, None)]
     pages.is_exact = True

@@ -331,10 +331,10 @@ STEP_LAUNCHES = 460
 """What the host does in a step while the device is idle: the batch, the optimizer's groups, reading the loss."""
 GRAPH_STEP_LAUNCHES = 100
 """The same with a step's CUDA graph."""
-GRAPH_PARAMETER = 3.3
-"""What that has besides for each of a rank's parameters where processes share them: the gather before the replay, clipping and
-the update are launched by a host that has waited for the device. Runs 08 and 20 of the twentieth blind draw, on two H200s: 8.2 ms
-with 120 parameters, on a host of 16.6 microseconds a launch, and 18.5 ms with 377, of 13.6."""
+GRAPH_PARAMETER = 1.3
+"""What that has besides for each of a rank's parameters where processes share them: the gather before the replay is launched by a
+host that has waited for the device. Runs 08 and 20 of the twentieth blind draw, on two H200s: 2.8 ms with 120 parameters, on a
+host of 15.9 microseconds a launch, and 10.7 ms with 377, of 13.1."""
 
 
 @dataclass(frozen=True)

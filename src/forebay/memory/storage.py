@@ -105,13 +105,16 @@ def _fsdp1_views(module: torch.nn.Module) -> Iterator[torch.Tensor]:
 
 
 def gathered_bytes(module: torch.nn.Module) -> int:
-    """Bytes of the weights that FSDP2 has gathered in a module now. Private API, the same in torch 2.11 to 2.13."""
-    groups = [m._get_fsdp_state()._fsdp_param_group for m in module.modules() if isinstance(m, FSDPModule)]
-    # What was freed has a storage of no bytes.
-    outputs = (
-        whole for g in groups if g is not None for record in g.fsdp_params for whole in record.all_gather_outputs
-    )
-    return sum(whole.untyped_storage().nbytes() for whole in outputs)
+    """Bytes of the weights that FSDP2 has gathered in a module now, and of the buffer that the last ones arrived in, which it keeps
+    until the next gather. Private API, the same in torch 2.11 to 2.13."""
+    found = (m._get_fsdp_state()._fsdp_param_group for m in module.modules() if isinstance(m, FSDPModule))
+    groups = [group for group in found if group is not None]
+    whole = [output for group in groups for record in group.fsdp_params for output in record.all_gather_outputs]
+    contexts = {id(group.comm_ctx): group.comm_ctx for group in groups}.values()
+    arrived = [
+        c.all_gather_state.all_gather_result.all_gather_output for c in contexts if c.all_gather_state is not None
+    ]
+    return sum(tensor.untyped_storage().nbytes() for tensor in (*whole, *arrived))  # 0 of what was freed
 
 
 def storable(

@@ -2,7 +2,7 @@
 
 Input: a callable that computes a step's gradients, one that applies them, and what may leave something out of them: a token
 dispatcher with a capacity, a page store. Output: what was applied misses nothing, and a `CapacityRetry` if it took two
-attempts. The first attempt runs at full speed and the device notes what did not fit. The update follows at once and reads on
+attempts. The first attempt runs at full speed and the device notes what did not fit. The update may follow at once and read on
 the device whether to change anything: the host does not wait for the gradients to launch it. If any process lost something,
 nothing was changed; all drop their gradients, restore the random generators and the routers' counts, and compute and apply the
 gradients again in exact mode. `CapacityRetries` owns the capacity factor that the run has needed so far.
@@ -46,7 +46,8 @@ class CapacityRetries:
         router: counts of the routers' choices; None for a dense model.
         eager: context in which a step runs without a CUDA graph. A replayed graph cannot be exact.
         on_resize: called on all processes after the page store of any process was resized: all must give up their graph together.
-        ahead: an update can read on the device whether it is to change anything. Else the host waits for the gradients before it.
+        ahead: whether the next update can read on the device that it is to change nothing. Else the host waits for the gradients
+            before it.
 
     Attributes:
         needed: whether any process can exceed a capacity. If not, `run` only calls `gradients` and `apply`.
@@ -61,7 +62,7 @@ class CapacityRetries:
         router: RouterStats | None,
         eager: Callable[[], AbstractContextManager[None]] = nullcontext,
         on_resize: Callable[[], None] = lambda: None,
-        ahead: bool = True,
+        ahead: Callable[[], bool] = lambda: True,
     ):
         self._mesh, self._dispatcher, self._pages, self._router = mesh, dispatcher, pages, router
         self._eager, self._on_resize, self._ahead = eager, on_resize, ahead
@@ -91,8 +92,8 @@ class CapacityRetries:
         rng = SavedRngStates(self._mesh.device)
         counts = self._router.counts() if self._router is not None else None
         result = gradients()
-        exceeded = self._exceeded()
-        applied = apply(result, exceeded.amax().float()) if self._ahead else None
+        exceeded, ahead = self._exceeded(), self._ahead()
+        applied = apply(result, exceeded.amax().float()) if ahead else None
         rows, pages, late = exceeded.tolist()  # the host waits for the device
         if late:
             self._check_dispatcher(drop)
@@ -111,7 +112,7 @@ class CapacityRetries:
                 result = gradients()
             self._check_dispatcher(drop)
             retry = CapacityRetry(rows > 0, pages > 0, self._measure_factor() if rows else None)
-        if retry is not None or not self._ahead:
+        if retry is not None or not ahead:
             applied = apply(result, None)
         self._end_pages()
         return cast(R, applied), retry

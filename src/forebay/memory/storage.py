@@ -105,8 +105,8 @@ def _fsdp1_views(module: torch.nn.Module) -> Iterator[torch.Tensor]:
 
 
 def gathered_bytes(module: torch.nn.Module) -> int:
-    """Bytes of the weights that FSDP2 has gathered in a module now, and of the buffer that the last ones arrived in, which it keeps
-    until the next gather. Private API, the same in torch 2.11 to 2.13."""
+    """Bytes of the weights that FSDP2 has gathered in a module now, and of the buffer in which the last ones arrived, which it
+    keeps until the next gather. Private API, the same in torch 2.11 to 2.13."""
     found = (m._get_fsdp_state()._fsdp_param_group for m in module.modules() if isinstance(m, FSDPModule))
     groups = [group for group in found if group is not None]
     whole = [output for group in groups for record in group.fsdp_params for output in record.all_gather_outputs]

@@ -155,8 +155,9 @@ def tight(lines: list[dict[str, Any]]) -> dict[str, int]:
 
 def error_of(entry: Entry) -> float:
     """The share of the peak that a plan leaves for its own error. `entry`: as planned, with no fast path key at "auto"."""
-    memory = entry.sections["memory"]
-    return planning_error(entry.gpus, bool(memory.get("compile")), placements_of(entry), bool(memory.get("graph")))
+    memory, pipeline = entry.sections["memory"], entry.sections["parallel"].get("pp", 1) > 1
+    compiled, captured = bool(memory.get("compile")), bool(memory.get("graph"))
+    return planning_error(entry.gpus, compiled, placements_of(entry), captured, pipeline)
 
 
 def placements_of(entry: Entry) -> set[str]:

@@ -24,22 +24,24 @@ DENSE = {key: value for key, value in TINY.items() if "moe" not in key and "expe
 
 
 @pytest.mark.parametrize(
-    ("gpus", "compiled", "placements", "captured", "share"),
+    ("gpus", "compiled", "placements", "captured", "pipeline", "share"),
     [
-        (1, False, {"keep", "recompute"}, False, 0.08),
-        (1, True, {"keep"}, False, 0.10),
-        (1, False, {"keep", "recompute+offload"}, False, 0.10),
-        (1, True, {"offload", "keep"}, True, 0.06),
-        (1, True, {"offload", "auto"}, False, 0.14),
-        (2, True, {"auto"}, True, 0.14),
-        (2, True, {"offload"}, True, 0.05),
-        (2, False, {"offload"}, False, 0.05),
+        (1, False, {"keep", "recompute"}, False, False, 0.08),
+        (1, True, {"keep"}, False, False, 0.10),
+        (1, False, {"keep", "recompute+offload"}, False, False, 0.10),
+        (1, True, {"offload", "keep"}, True, False, 0.06),
+        (1, True, {"offload", "auto"}, False, False, 0.14),
+        (2, True, {"auto"}, True, False, 0.14),
+        (2, True, {"offload"}, True, True, 0.05),
+        (2, False, {"offload"}, False, False, 0.05),
+        (2, False, {"offload"}, False, True, 0.15),
+        (2, False, {"keep"}, False, True, 0.05),
     ],
 )
 def test_the_share_is_that_of_the_run_s_kind(
-    gpus: int, compiled: bool, placements: set[str], captured: bool, share: float
+    gpus: int, compiled: bool, placements: set[str], captured: bool, pipeline: bool, share: float
 ) -> None:
-    assert planning_error(gpus, compiled, placements, captured) == share
+    assert planning_error(gpus, compiled, placements, captured, pipeline) == share
 
 
 @pytest.mark.parametrize("error", [0.05, 0.06, 0.08, 0.10, 0.14])

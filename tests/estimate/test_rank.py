@@ -226,7 +226,7 @@ def test_the_host_pays_for_what_the_device_does_not_see() -> None:
     assert one.launch == 0 and keep.around == pytest.approx(460 * keep.launch)
     assert one.around == pytest.approx(100 * keep.launch)  # two processes gather and update shards
     weights = 11 * SMALL["config"]["num_hidden_layers"] + 3
-    assert two.around == pytest.approx((100 + 3.3 * weights) * keep.launch)
+    assert two.around == pytest.approx((100 + 1.3 * weights) * keep.launch)
 
 
 def test_kernels_of_profiled_steps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,9 @@ COMPILED_ERROR = 0.10
 """The same for those of compiled code: of 39 runs, one reserved 9.4 % more than planned."""
 OFFLOAD_ERROR = 0.10
 """The same for those with offloading: of 37 runs, one reserved 9.8 % more. What is offloaded when depends on measured times."""
+PIPELINE_OFFLOAD_ERROR = 0.15
+"""The same for a pipeline that offloads in called steps: of 5 runs, one reserved 14.2 % more (run 11 of draw 22; when it ran
+again, 4.5 %). Measured times correct its plan three times, and each plan leaves free blocks in other places."""
 AUTO_ERROR = 0.14
 """The same for `policy = "auto"` on any number of GPUs, whose placements depend on measured times: of 15 runs, two reserved 13.1
 and 13.6 % more, and one on two GPUs 10.7 %."""
@@ -35,15 +38,18 @@ HOSTS = 1.6
 machines with H200s (runs 21 and 12 of the second blind draw, and benchmarks/results/step_kernels.json)."""
 
 
-def planning_error(gpus: int, compiled: bool, placements: Collection[str], captured: bool = False) -> float:
+def planning_error(
+    gpus: int, compiled: bool, placements: Collection[str], captured: bool = False, pipeline: bool = False
+) -> float:
     """The share for a run. `placements`: those of its sublayers, or of its policy; `captured`: its step is a CUDA graph."""
+    offloads = any("offload" in placement for placement in placements)
     if "auto" in placements:
         return AUTO_ERROR
     if gpus > 1:
-        return SEVERAL_GPUS_ERROR
+        return PIPELINE_OFFLOAD_ERROR if pipeline and offloads and not captured else SEVERAL_GPUS_ERROR
     if captured:
         return CAPTURED_ERROR
-    if any("offload" in placement for placement in placements):
+    if offloads:
         return OFFLOAD_ERROR
     return COMPILED_ERROR if compiled else EAGER_ERROR
 

@@ -134,7 +134,7 @@ class RunEstimator:
         """The share for the plan's own error; see `forebay.estimate.fit`."""
         policy = {"auto"} if self.config.memory.policy == "auto" else set()
         compiled, placed = self.config.memory.compile, {*placements.values(), *policy}
-        return planning_error(self.sharing.world, compiled, placed, self.captured)
+        return planning_error(self.sharing.world, compiled, placed, self.captured, self.config.parallel.pp > 1)
 
     @property
     def chooses(self) -> bool:

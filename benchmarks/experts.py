@@ -28,11 +28,11 @@ import torch
 from common import GIB, median_ms, save, settle_memory, write
 
 import forebay.kernels.hopper as hopper
+from forebay.kernels.grouped import rows_by_matrix, rows_by_rows
 from forebay.kernels.low_rank import Gathered, add_widened, narrow_rows, sum_outer
 from forebay.kernels.permute import combine_rows, gather_rows
 from forebay.kernels.swiglu import Glu, swiglu_backward, swiglu_forward
 from forebay.moe.experts import experts
-from forebay.moe.experts_op import rows_by_matrix, rows_by_rows
 from forebay.moe.low_rank import LowRank
 from forebay.moe.routing import route
 

@@ -13,8 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from forebay.kernels import grouped
 from forebay.kernels.grouped import rows_by_matrix, rows_by_rows
 from forebay.kernels.row_fp8 import decode_rows, encode_rows
-from forebay.moe import experts_op as experts_op_module
-from forebay.moe import wgrad
+from forebay.moe import experts_compute, wgrad
 from forebay.moe.experts import experts
 from forebay.moe.experts_op import NO_EDGE, NO_UPDATES, experts_weight_backward_op
 from forebay.moe.low_rank import LowRank
@@ -425,14 +424,14 @@ def test_opcheck(gpt_oss: bool, ranks: dict[str, int]) -> None:
 
 def rounded_gradients(case: Case, dy: Tensor, monkeypatch: pytest.MonkeyPatch) -> dict[str, Tensor]:
     """`case.grads(dy)` with h rounded as a whole before the plain kernel of the activation's backward reads it."""
-    backward = experts_op_module.swiglu_backward
+    backward = experts_compute.swiglu_backward
 
     def rounding(h: Tensor, da: Tensor, *args, over_h: bool, **more):
         dh, act, dw = backward(decode_rows(encode_rows(h), h.shape[1]), da, *args, over_h=True, **more)
         return (h.copy_(dh) if over_h and dh is not None else dh), act, dw
 
     with monkeypatch.context() as patched:
-        patched.setattr(experts_op_module, "swiglu_backward", rounding)
+        patched.setattr(experts_compute, "swiglu_backward", rounding)
         return case.grads(dy)
 
 

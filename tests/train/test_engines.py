@@ -21,7 +21,7 @@ from forebay.errors import UsageError
 from forebay.estimate.layers import plan_layers
 from forebay.estimate.trace import trace_model
 from forebay.models.families import moe_blocks
-from forebay.moe import experts_op
+from forebay.moe import experts_compute
 from forebay.pipeline.partition import even_partition, partition_of
 from forebay.pipeline.schedule import make_plan
 from forebay.train import unsharded_step
@@ -207,7 +207,7 @@ def calls(rank: int, world: int, folder: str) -> dict[str, tuple[int, int, int]]
                 # A pre-hook: a recomputation stops as soon as it has what it was for.
                 module.register_forward_pre_hook(lambda *_, name=name, seen=attended: seen.append(name))
 
-            with mock.patch.object(experts_op, "rows_by_matrix", wraps=experts_op.rows_by_matrix) as products:
+            with mock.patch.object(experts_compute, "rows_by_matrix", wraps=experts_compute.rows_by_matrix) as products:
                 trainer.gradients(1)
             made = [call.args[1].shape for call in products.call_args_list]
             blocks = len(moe_blocks(trainer.model))

@@ -38,7 +38,7 @@ def workspace_steps(name: str, args: Any, kwargs: Any, deferred: bool) -> tuple[
 def _experts_workspace(
     x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, *rest: Any, deferred: bool
 ) -> list[WorkspaceStep]:
-    """See `forebay.moe.experts_op` and `forebay.kernels.permute`. Results: y, h, order, inverse, offs."""
+    """See `forebay.moe.experts_compute` and `forebay.kernels.permute`. Results: y, h, order, inverse, offs."""
     down_bias, transposed, save_h, max_rows = rest[1], rest[4], rest[7], rest[8]
     (tokens, slots), e = ids.shape, x.element_size()
     slots *= tokens
@@ -64,7 +64,7 @@ def _experts_workspace(
 def _experts_backward_workspace(
     dy: Tensor, x: Any, h: Any, order: Tensor, inverse: Any, offs: Any, *rest: Any, deferred: bool
 ) -> list[WorkspaceStep]:
-    """See `forebay.moe.experts_op`. Results: dx, d_weights, dh, d_down and the biases'."""
+    """See `forebay.moe.experts_compute`. Results: dx, d_weights, dh, d_down and the biases'."""
     weights, down, settings = rest[0], rest[2], rest[5:]
     transposed = settings[2]
     need_x, need_weights, need_gate_up, need_down, need_bias, _ = settings[5:11]

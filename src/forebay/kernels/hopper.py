@@ -1,7 +1,7 @@
 """Products of the experts on a Hopper GPU, by the optional package `quack-kernels` (`pip install "forebay[hopper]"`).
 
 Its grouped GEMMs gather tokens while they load them, and apply the activation where a product leaves the registers: neither
-gathered tokens nor the gradient of act are ever in memory. Input and output are those of `forebay.moe.experts_op`, with one
+gathered tokens nor the gradient of act are ever in memory. Input and output are those of `forebay.moe.experts_compute`, with one
 difference: h and dh [R, 2I] alternate gate and up columns although the weights have two halves. All results are the same bits
 every time, nothing waits for the device, and rows from offs[-1] on are neither read nor written.
 

@@ -69,7 +69,7 @@ class CallFigures:
     @property
     def recompute_rises(self) -> int:
         """Bytes by which recomputing raises memory in the call's backward, above that with what it saves: a checkpoint's tensors
-        come on top of what backward takes; experts write a gradient over theirs in any case (`forebay.moe.experts_op`)."""
+        come on top of what backward takes; experts write a gradient over theirs in any case (`forebay.moe.experts_compute`)."""
         return 0 if self.light_recompute else self.recompute_frees
 
     @property

@@ -23,19 +23,21 @@ from forebay.kernels import hopper
 from forebay.kernels.paging import PagedRows, PageTable, restore, stash
 from forebay.kernels.row_fp8 import decode_rows, encode_rows, encoded_width
 from forebay.kernels.swiglu import Glu, compresses
+from forebay.moe.experts_compute import (
+    ExpertParameters,
+    ExpertSettings,
+    NeededGradients,
+    experts_backward,
+    experts_forward,
+    is_written_over,
+)
 from forebay.moe.experts_op import (
     NO_EDGE,
     NO_UPDATES,
-    ExpertParameters,
-    ExpertSettings,
     GateUpEdge,
-    NeededGradients,
     consumable,
-    experts_backward,
     experts_backward_op,
-    experts_forward,
     experts_op,
-    is_written_over,
     refuse_second_derivative,
     saved_for_backward,
     undispatched,
@@ -284,7 +286,7 @@ def _eager_experts(inputs: tuple[Any, ...], store: WeightGradients | None, pages
 @dataclass(frozen=True, eq=False)
 class _ExpertsCall:
     """The arguments of `_Experts` that are no tensors; `edges` is None where gate_up and down are frozen. `rounds`: x waits in
-    pages in 8 bits an element, if it is bf16; `save_h` says it of h. `fused`: see `forebay.moe.experts_op.experts_forward`."""
+    pages in 8 bits an element, if it is bf16; `save_h` says it of h. `fused`: as in `experts_forward`."""
 
     settings: ExpertSettings
     save_h: str

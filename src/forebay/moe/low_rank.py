@@ -1,7 +1,7 @@
 """Low-rank updates (LoRA) of stacked expert weights, which never make the updated weights.
 
 Input: factors a [E, r, in] and b [E, out, r] for each expert's matrix W [out, in]. Output: the terms that the update adds to the
-products of `forebay.moe.experts_op`, and the gradients of a and b. For N rows of an expert
+products of `forebay.moe.experts_compute`, and the gradients of a and b. For N rows of an expert
 
     low  = rows @ a.T                          [N, r]
     y    = rows @ W.T + low @ (scale * b).T

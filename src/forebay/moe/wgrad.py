@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forebay.moe.experts_op import GateUpEdge, add_weight_gradient, experts_weight_backward_op, undispatched
+from forebay.moe.experts_compute import add_weight_gradient
+from forebay.moe.experts_op import GateUpEdge, experts_weight_backward_op, undispatched
 
 Sum = Callable[[], Tensor | None]
 """Returns the sum to which a weight's gradient is added, of the weight's shape; None to let autograd accumulate it."""

@@ -24,7 +24,7 @@ from forebay.estimate import search as search_module
 from forebay.estimate.device import load
 from forebay.estimate.fit import EAGER_ERROR, SEVERAL_GPUS_ERROR, RankFit, least_budget
 from forebay.estimate.layers import plan_layers
-from forebay.estimate.plan import Fit, PlanRequest, ask, fit_run, least_total
+from forebay.estimate.plan import Fit, PlanRequest, ask, fit_run, least_total, mean_total
 from forebay.estimate.search import Candidate, MeshShape, divisors, largest, largest_of_both, meshes, ranked, search
 from forebay.estimate.trace import trace_model
 from forebay.estimate.trace_cache import TraceCache
@@ -353,7 +353,10 @@ def test_no_peak_is_below_its_bound(parallel: dict[str, Any], reshard: bool) -> 
             model={"dtype": "float32", "compute": "bfloat16"},
         )
         plan, traces = plan_layers(config, 4), TraceCache()
-        assert 0 < least_total(config, plan, 4, traces)[0] <= fit_run(config, plan, 4, traces=traces).fullest.total
+        most = fit_run(config, plan, 4, traces=traces).fullest.total
+        assert 0 < mean_total(config, plan, 4, traces) <= least_total(config, plan, 4, traces)[0] <= most
+        even = replace(config, parallel=replace(config.parallel, partition="even"))
+        assert mean_total(even, plan_layers(even, 4), 4, traces) == mean_total(config, plan, 4, traces)
 
 
 class FakePlanner:
@@ -364,6 +367,7 @@ class FakePlanner:
         real = plan_layers(tiny(), 1)
         monkeypatch.setattr(search_module, "plan_layers", lambda *_: real)
         monkeypatch.setattr(search_module, "least_total", lambda *_: (0, 0))
+        monkeypatch.setattr(search_module, "mean_total", lambda *_: 0)
         monkeypatch.setattr(search_module, "fit_run", self)
         monkeypatch.setattr(search_module._Runs, "trace", lambda *_: None)
         monkeypatch.setattr("forebay.estimate.processes.usable", lambda: 1)  # the calls are counted in this process

@@ -415,6 +415,14 @@ def least_total(
     return max((estimator.least(number), number) for number in range(config.parallel.pp))
 
 
+def mean_total(
+    config: Config, plan: LayerPlan, world: int, traces: TraceCache, skew: float = 1.0, auto: int | None = None
+) -> int:
+    """Bytes below which the peak of a run's fullest process is not with any partition of its layers, of which `plan` has one."""
+    config = fast_path_of(config, world, traces).config
+    return _estimator(config, plan, None, skew, None, auto, traces, sharing_of(config, world))[0].mean()
+
+
 def _estimator(
     config: Config,
     plan: LayerPlan,

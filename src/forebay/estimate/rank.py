@@ -158,6 +158,12 @@ class RunEstimator:
         kept = 0 if self.chooses else run.kept
         return least_bytes(run.groups, self.sharing) + kept + self._outside
 
+    def mean(self) -> int:
+        """Bytes below which the peak of the fullest rank is not, whatever layers each has: the mean of what parameters take."""
+        ranks = range(self.config.parallel.pp)
+        groups = (param_groups(self.weights, *layers_and_ends(self.plan.stages(n)), self.sharing) for n in ranks)
+        return sum(least_bytes(group, self.sharing) for group in groups) // len(ranks) + self._outside
+
     def _chosen(self, number: int, stages: Mapping[int, StageLayers]) -> RankEstimate:
         """The cheapest estimate within the limit, or the nearest to it. The trainer's own choice limits bytes in use only."""
         memory = self.config.memory

@@ -20,7 +20,7 @@ from forebay.errors import UsageError
 from forebay.estimate.device import DeviceProfile
 from forebay.estimate.fit import headroom, least_budget
 from forebay.estimate.layers import LayerPlan, fast_path_of, plan_layers, shape_of, sharing_of
-from forebay.estimate.plan import Fit, PlanRequest, fit_run, least_total
+from forebay.estimate.plan import Fit, PlanRequest, fit_run, least_total, mean_total
 from forebay.estimate.processes import forked_map
 from forebay.estimate.trace_cache import TraceCache
 from forebay.policy import format_bytes
@@ -129,7 +129,7 @@ class Candidate:
 
     Attributes:
         peak: bytes of its fullest process.
-        rank: the pipeline rank of that process.
+        rank: the pipeline rank of that process; None where the mean over ranks is too much already.
         fits: None without a budget.
         seconds: of a step; None without a device, or if it was not needed.
         at_least: the peak may be higher: planning stopped where it did not fit.
@@ -137,7 +137,7 @@ class Candidate:
 
     mesh: MeshShape
     peak: int
-    rank: int
+    rank: int | None
     fits: bool | None
     seconds: float | None
     at_least: bool = False
@@ -231,7 +231,9 @@ class Search:
             room = "" if self.fit.budget is None else _room(c, self.fit.budget)
             time = "" if c.seconds is None else f"{c.seconds:.3f}"
             numbers = [c.mesh.replicate] * len(replicas) + [c.mesh.pp, c.mesh.ep, c.mesh.fsdp]
-            table.add_row(*map(str, numbers), peak, str(c.rank), room, *([time] if timed else []))
+            table.add_row(
+                *map(str, numbers), peak, "" if c.rank is None else str(c.rank), room, *([time] if timed else [])
+            )
         return table
 
     def _caption(self, timed: bool) -> str:
@@ -563,7 +565,13 @@ def _plan_mesh(
 ) -> tuple[Candidate | str, _Planned | None]:
     """A mesh, or why it is refused. `stop`: as soon as it is known not to fit so many bytes; the second result is None then."""
     try:
-        config, plan = runs.plan(_mesh_settings(mesh))
+        settings = _mesh_settings(mesh)
+        if stop is not None and mesh.pp > 1:  # a partition may take longer than all else
+            config, plan = runs.plan({**settings, "parallel.partition": "even"})
+            mean = mean_total(config, plan, runs.world, runs.traces, runs.skew, runs.auto)
+            if headroom(mean, stop) < 0:
+                return Candidate(mesh, mean, None, False, None, at_least=True), None
+        config, plan = runs.plan(settings)
         if stop is not None:
             least, rank = least_total(config, plan, runs.world, runs.traces, runs.skew, runs.auto)
             if headroom(least, stop) < 0:

@@ -194,7 +194,7 @@ def test_nothing_changes_when_a_dispatch_fails(tiny: Callable[..., Config], monk
         before = state_of(trainer)
         summed: list[torch.Tensor] = []
         missed = RuntimeError("rank 1 of 2 did not come to an exchange")
-        monkeypatch.setattr(trainer, "dispatcher", MagicMock(check=MagicMock(side_effect=missed)))
+        monkeypatch.setattr(trainer._retries, "_dispatcher", MagicMock(check=MagicMock(side_effect=missed)))
         monkeypatch.setattr(type(trainer.mesh), "sum", lambda mesh, tensor: summed.append(tensor) or tensor)
         with pytest.raises(RuntimeError, match="did not come"):
             trainer.step(2)

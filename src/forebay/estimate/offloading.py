@@ -110,7 +110,7 @@ class OffloadManager:
         self.plan: Plan | None = None
         self._steps = 0
         self._record = _StepRecord()
-        self._runs: dict[Key, PartRun] = {}
+        self._runs: dict[Key, tuple[PartRun, int]] = {}  # a call, by its key
         self._calls: dict[str, int] = {}
         self._leaving: list[tuple[PartRun, int]] = []  # calls
         self._late: list[PartRun] = []  # their inputs leave at the next event
@@ -138,7 +138,7 @@ class OffloadManager:
             before = self._calls.get(path, 0)
             self._calls[path] = before + len(run.calls)
             run.keys = tuple((path, before + n) for n in range(len(run.calls)))
-            self._runs |= dict.fromkeys(run.keys, run)
+            self._runs |= {key: (run, n) for n, key in enumerate(run.keys)}
         self.record("F", run)
         self._transfer("F", run, 0)
 
@@ -203,10 +203,10 @@ class OffloadManager:
             return
         for key in self._released_at.get((kind, run.keys[call]), ()):
             if key in self._runs:
-                self._release_call(self._runs[key], self._runs[key].keys.index(key), inside)
+                self._release_call(*self._runs[key], inside)
         for key in self.plan.fetch_at.get((kind, run.keys[call]), ()):
             if key in self._runs:
-                self._fetch(self._runs[key], self._runs[key].keys.index(key))
+                self._fetch(*self._runs[key])
 
     def _release_call(self, run: PartRun, call: int, inside: PartRun | None) -> None:
         """Free what was offloaded of a call: what the plan chose, or all; the input of `inside` when its forward is over."""

@@ -410,8 +410,7 @@ def least_total(
 ) -> tuple[int, int]:
     """Bytes below which the peak of a run's fullest process is not, and its pipeline rank: parameters, what a step makes of them,
     and what sublayers that are kept save. Arguments are those of `fit_run`."""
-    config = fast_path_of(config, world, traces).config
-    estimator, _ = _estimator(config, plan, None, skew, None, auto, traces, sharing_of(config, world))
+    estimator = _bounding(config, plan, world, traces, skew, auto)
     return max((estimator.least(number), number) for number in range(config.parallel.pp))
 
 
@@ -419,8 +418,14 @@ def mean_total(
     config: Config, plan: LayerPlan, world: int, traces: TraceCache, skew: float = 1.0, auto: int | None = None
 ) -> int:
     """Bytes below which the peak of a run's fullest process is not with any partition of its layers, of which `plan` has one."""
+    return _bounding(config, plan, world, traces, skew, auto).mean()
+
+
+def _bounding(
+    config: Config, plan: LayerPlan, world: int, traces: TraceCache, skew: float, auto: int | None
+) -> RunEstimator:
     config = fast_path_of(config, world, traces).config
-    return _estimator(config, plan, None, skew, None, auto, traces, sharing_of(config, world))[0].mean()
+    return _estimator(config, plan, None, skew, None, auto, traces, sharing_of(config, world))[0]
 
 
 def _estimator(

@@ -566,7 +566,8 @@ def _plan_mesh(
     """A mesh, or why it is refused. `stop`: as soon as it is known not to fit so many bytes; the second result is None then."""
     try:
         settings = _mesh_settings(mesh)
-        if stop is not None and mesh.pp > 1:  # a partition may take longer than all else
+        # To look for a partition may take longer than all else.
+        if stop is not None and mesh.pp > 1 and runs.asked.config.parallel.partition == "auto":
             config, plan = runs.plan({**settings, "parallel.partition": "even"})
             mean = mean_total(config, plan, runs.world, runs.traces, runs.skew, runs.auto)
             if headroom(mean, stop) < 0:

@@ -262,7 +262,8 @@ class StepWalk:
             run = runs.pop()
             part = run.part
             self._running["backward"] = part.path
-            self._manager.begin_backward(run, runs[-1] if runs else None)
+            following = runs[-1] if runs else None
+            self._manager.begin_backward(run, following)
             if part.path == "embedding" and self._run.summed:
                 self._sum_token_grads(run, dy)
                 self._end_part("backward")
@@ -275,7 +276,7 @@ class StepWalk:
             deferred = (
                 _DeferredGrads.of(part, self._run.sharing.adds_in_place) if split and part.trace.deferred else None
             )
-            dx = yield from self._part_backward(run, dy, deferred is not None, runs[-1] if runs else None)
+            dx = yield from self._part_backward(run, dy, deferred is not None, following)
             if deferred is not None:
                 deferred.blocks = [self._malloc(size, ACTIVATIONS) for size in deferred.sizes]
                 waiting.append(deferred)

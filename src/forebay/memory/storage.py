@@ -7,7 +7,7 @@ whatever its strides, as long as its dtype is the same.
 """
 
 from collections.abc import Container, Iterator
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
@@ -104,10 +104,15 @@ def _fsdp1_views(module: torch.nn.Module) -> Iterator[torch.Tensor]:
             yield from (value for value in vars(child).values() if isinstance(value, torch.Tensor))
 
 
+def fsdp_group(module: Any) -> Any:
+    """FSDP2's parameter group of an `FSDPModule`; private API, the same in torch 2.11 to 2.13."""
+    return module._get_fsdp_state()._fsdp_param_group
+
+
 def gathered_bytes(module: torch.nn.Module) -> int:
     """Bytes of the weights that FSDP2 has gathered in a module now, and of the buffer in which the last ones arrived, which it
-    keeps until the next gather. Private API, the same in torch 2.11 to 2.13."""
-    found = (m._get_fsdp_state()._fsdp_param_group for m in module.modules() if isinstance(m, FSDPModule))
+    keeps until the next gather."""
+    found = (fsdp_group(m) for m in module.modules() if isinstance(m, FSDPModule))
     groups = [group for group in found if group is not None]
     whole = [output for group in groups for record in group.fsdp_params for output in record.all_gather_outputs]
     contexts = {id(group.comm_ctx): group.comm_ctx for group in groups}.values()

@@ -38,7 +38,7 @@ class CapacityRetry:
 
 
 class CapacityRetries:
-    """Runs the gradients of steps and repeats those that exceeded a capacity. All methods but `exactly` are collective.
+    """Runs the gradients of steps and repeats those that exceeded a capacity. Methods are collective but `exactly`, `discard`.
 
     Args:
         dispatcher: token dispatcher; None without expert parallelism.
@@ -97,7 +97,7 @@ class CapacityRetries:
         rows, pages, late = exceeded.tolist()  # the host waits for the device
         if late:
             self._check_dispatcher(drop)
-            self._discard(drop)
+            self.discard(drop)
             raise RuntimeError("another rank missed a token dispatch; parameters and optimizer are unchanged")
         retry = None
         if rows or pages:
@@ -116,6 +116,12 @@ class CapacityRetries:
             applied = apply(result, None)
         self._end_pages()
         return cast(R, applied), retry
+
+    def discard(self, drop: Callable[[], None]) -> None:
+        """Drop gradients and the routers' counts, for a step that does not take place. Not collective."""
+        drop()
+        if self._router is not None:
+            self._router.reset_counts()
 
     def factor(self) -> float | None:
         """The smallest capacity factor that would have kept every row of the run; None without a capacity."""
@@ -165,13 +171,8 @@ class CapacityRetries:
         try:
             self._dispatcher.check()
         except RuntimeError:
-            self._discard(drop)
+            self.discard(drop)
             raise
-
-    def _discard(self, drop: Callable[[], None]) -> None:
-        drop()
-        if self._router is not None:
-            self._router.reset_counts()
 
     def _measure_factor(self) -> float | None:
         """The factor that the exact attempt needed. The first attempt routed other rows after the first one that it lost."""

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 from forebay.config import Config, check_experts
 from forebay.errors import RunError, UsageError
-from forebay.memory.storage import local
+from forebay.memory.storage import fsdp_group, local
 from forebay.models.families import absent_layers, decoder_layers, moe_blocks
 from forebay.models.hf_experts import cut_experts
 from forebay.moe.dispatch import LocalDispatcher, TokenDispatcher
@@ -70,11 +70,6 @@ class Shards:
         """Free gathered parameters after a forward without a backward."""
         for module in self._modules:
             module.reshard()
-
-
-def fsdp_group(module: Any) -> Any:
-    """FSDP2's parameter group of a module; private API, the same in torch 2.11 to 2.13."""
-    return module._get_fsdp_state()._fsdp_param_group
 
 
 def _hand_over(parameter: Any) -> None:

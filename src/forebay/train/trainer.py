@@ -232,11 +232,10 @@ class Trainer:
         rate = self.config.optimizer.lr * lr_factor(self.config.schedule, number, self.config.train.steps)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        drop = partial(self.optimizer.zero_grad, set_to_none=True)
         lacked_room: list[bool] = []
         apply = partial(self._apply, lacked_room)
-        (losses, norm), retry = self._retries.run(partial(self.gradients, number), apply, drop)
-        self.optimizer.zero_grad(set_to_none=True)
+        (losses, norm), retry = self._retries.run(partial(self.gradients, number), apply, self._drop_gradients)
+        self._drop_gradients()
         routing = self._health.routing()
         if self._router is not None and self._router.has_bias:
             self._router.sum_counts(self.mesh.sum_batch)
@@ -263,6 +262,9 @@ class Trainer:
             peak_bytes_by_rank=peaks,
             reserved_bytes_by_rank=reserved if any(reserved) else (),
         )
+
+    def _drop_gradients(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
 
     def _updates_ahead(self) -> bool:
         """Whether a step's update is launched before the host knows that its gradients are whole.
@@ -367,9 +369,7 @@ class Trainer:
 
     def discard(self) -> None:
         """Drop the gradients of `gradients` and the routers' counts, for a step that does not take place."""
-        self.optimizer.zero_grad(set_to_none=True)
-        if self._router is not None:
-            self._router.reset_counts()
+        self._retries.discard(self._drop_gradients)
 
     def _run_in_turn(self, microbatches: list[Microbatch], count: Tensor | int, parts: int) -> tuple[Tensor, Tensor]:
         """One microbatch after the other; arguments and results as those of an engine."""

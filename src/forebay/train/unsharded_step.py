@@ -22,11 +22,11 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 
 from forebay.memory.overrides import drop_setting, put_setting
-from forebay.memory.storage import local
+from forebay.memory.storage import fsdp_group, local
 from forebay.models.families import moe_blocks
 from forebay.moe.wgrad import WeightGradients, no_sums
 from forebay.pipeline.model import CutModel, adds_at_once
-from forebay.train.parallel import GATHER_BYTES, add_to_shard, fsdp_group, parts_within
+from forebay.train.parallel import GATHER_BYTES, add_to_shard, parts_within
 
 
 @dataclass(frozen=True)

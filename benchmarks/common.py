@@ -229,9 +229,12 @@ def timed_together(step: Callable[[], Any]) -> tuple[float, float, int]:
 
 
 def gathered_bytes(engine: Any) -> int:
-    """Bytes of the weights that a gradient engine of Forebay gathers for a step."""
-    held = [h for group in engine._unsharded._groups() for h in group.fsdp_params]
-    return sum(t.untyped_storage().nbytes() for h in held for t in h.all_gather_outputs)
+    """Bytes of the weights that a gradient engine of Forebay gathers for a step, and of what it keeps beside weights that it does
+    not gather."""
+    unsharded = engine._unsharded
+    held = [h for group in unsharded._groups() for h in group.fsdp_params]
+    gathered = sum(t.untyped_storage().nbytes() for h in held for t in h.all_gather_outputs)
+    return gathered + unsharded._in_place.held_bytes
 
 
 def force_routing(

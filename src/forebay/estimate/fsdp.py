@@ -16,8 +16,10 @@ from typing import Any, NamedTuple
 
 from forebay.estimate.allocator import GRADIENTS, OPTIMIZER, PARAMETERS, Block, CachingAllocator
 from forebay.estimate.state import Sharing, Weight, WeightShapes, shard_length
+from forebay.kernels.split_weights import BITS
 from forebay.pipeline.partition import StageLayer
 from forebay.train.parallel import CAST_BYTES, GATHER_BYTES, even_dimension, parts_within
+from forebay.train.weights_in_place import PIECE
 
 GATHER = "gather"
 REDUCE = "reduce"
@@ -35,6 +37,8 @@ class GroupParam(NamedTuple):
         drawn: of the parameter that is initialized.
         vector: it has one dimension.
         frozen: it is not trained.
+        lent: the rank computes with it in its shard's memory.
+        split: that is split; see `forebay.train.weights_in_place`.
     """
 
     name: str
@@ -44,6 +48,8 @@ class GroupParam(NamedTuple):
     drawn: int
     vector: bool = False
     frozen: bool = False
+    lent: bool = False
+    split: bool = False
 
 
 @dataclass(frozen=True)
@@ -114,7 +120,8 @@ def _group(place: int, weights: Sequence[Weight], s: Sharing, *kinds: str) -> Pa
         whole = math.prod(shape)
         own = shard_length(shape, processes, experts) if s.sharded else whole
         by_rows &= not (experts and even_dimension(shape, processes))
-        params.append(GroupParam(w.name, kind, own, whole, w.elements if experts else whole, len(shape) < 2, w.frozen))
+        drawn, places = w.elements if experts else whole, (s.lends(whole, processes), s.splits(whole, processes))
+        params.append(GroupParam(w.name, kind, own, whole, drawn, len(shape) < 2, w.frozen, *places))
     return ParamGroup(place, experts, processes, tuple(params), by_rows)
 
 
@@ -124,7 +131,9 @@ def least_bytes(groups: Sequence[ParamGroup], sharing: Sharing) -> int:
     s = sharing
     found = 3 * s.parameter * sum(group.own for group in groups)
     if s.gathered and s.sharded:
-        found += s.compute * sum(g.own * g.processes for g in groups if not (g.experts and s.gathers_experts))
+        gathered = (g for g in groups if not (g.experts and s.gathers_experts))
+        found += s.compute * sum(p.own * g.processes for g in gathered for p in g.params if not p.lent)
+        found += sum(p.own for g in groups for p in g.params if p.split) // BITS
         found += s.summed * sum(p.whole for group in groups for p in group.params if p.kind != "embedding")
     return found
 
@@ -208,10 +217,27 @@ class PersistentState:
                 held += [self._allocator.malloc(size, DEFAULT) for size in sizes if not s.fused]
                 for block in reversed(held):  # a list drops its last first
                     self._allocator.free(block)
+            self._optimize_split(vectors, is_late, first)
+
+    def _optimize_split(self, vectors: bool, is_late: Callable[[int], bool], first: bool) -> None:
+        """The update of split weights, a piece at a time, which is joined; its gradient is cast."""
+        allocator, s = self._allocator, self._s
+        for p, number in self._trained():
+            if p.split and p.vector == vectors:
+                size = s.parameter * p.own
+                self._moments += [allocator.malloc(n, DEFAULT, OPTIMIZER) for n in ((4, size, size) if first else ())]
+                piece = allocator.malloc(s.parameter * min(PIECE, p.own), DEFAULT)
+                for own in (min(PIECE, p.own), p.own % PIECE) if is_late(number) else ():
+                    allocator.free(allocator.malloc(s.parameter * own or 1, DEFAULT, GRADIENTS))
+                allocator.free(piece)
+
+    def _trained(self) -> list[tuple[GroupParam, int]]:
+        """Trained parameters, and the group of each."""
+        return [(p, n) for p, n in zip(self._params, self._numbers, strict=True) if p.own and not p.frozen]
 
     def _sizes(self, vectors: bool, is_late: Callable[[int], bool], late: bool) -> list[int]:
-        """Bytes of the trained shards, of groups for which `is_late` is `late`."""
-        trained = ((p, n) for p, n in zip(self._params, self._numbers, strict=True) if p.own and not p.frozen)
+        """Bytes of the trained shards that are not split, of groups for which `is_late` is `late`."""
+        trained = [(p, n) for p, n in self._trained() if not p.split]
         return [self._s.parameter * p.own for p, n in trained if p.vector == vectors and is_late(n) == late]
 
     def _element(self, param: GroupParam) -> int:
@@ -515,7 +541,11 @@ class UnshardedLifecycle(_Sharded):
         super().__init__(allocator, groups, sharing, stream)
         self._late, self._keep, self._tied, self._reducing = late, keep, tied, stream
         self._embedding_sum: list[Block] = []  # until it is added to the head's
-        self._expert_groups = {g.place: n for n, g in enumerate(groups) if g.experts and sharing.gathers_experts}
+        self._expert_groups = {
+            g.place: n
+            for n, g in enumerate(groups)
+            if g.experts and sharing.gathers_experts and not all(p.lent for p in g.params)
+        }
         self._made = False  # FSDP2 has made all gathered parameters
         self._graph_sums: list[Block] = []
         self._reuses_head = late and bool(self._embedding())
@@ -534,6 +564,7 @@ class UnshardedLifecycle(_Sharded):
             return
         for n in range(len(self._groups)):
             self._gather_alone(n)
+            self._lend(n)
             if n in resharded:
                 self._reshard(n)
         self._made = True
@@ -543,6 +574,21 @@ class UnshardedLifecycle(_Sharded):
         self._copy_out(number)
         self._free(arriving)
 
+    def _lend(self, number: int) -> None:
+        """Free what weights in place were gathered to, and split them (`forebay.train.weights_in_place.SplitWeight`)."""
+        params, whole = self._groups[number].params, self._whole[number]
+        self._whole[number] = [block for p, block in zip(params, whole, strict=True) if not p.lent]
+        for p, block in zip(params, whole, strict=True):
+            if p.lent:
+                self._allocator.free(block)
+            if p.split:
+                self._allocator.malloc(p.own // BITS, self._stream, PARAMETERS)
+                half, element = p.own // 2, self._s.parameter
+                waiting = self._allocator.malloc(self._s.compute * half, self._stream)
+                for piece in (half % PIECE, min(half, PIECE)):
+                    self._allocator.free(self._allocator.malloc(element * piece or 1, self._stream))
+                self._allocator.free(waiting)
+
     def _gather_all_of(self, numbers: Sequence[int]) -> None:
         """As `forebay.train.unsharded_step` does after the first time."""
         together: dict[bool, list[int]] = {}
@@ -551,7 +597,7 @@ class UnshardedLifecycle(_Sharded):
             if not group.by_rows:
                 self._gather_alone(n)
                 continue
-            sizes = [self._s.compute * p.own * group.processes or 1 for p in group.params]
+            sizes = [self._s.compute * p.own * group.processes or 1 for p in group.params if not p.lent]
             if n not in self._whole:
                 self._whole[n] = [self._allocator.malloc(size, self._stream) for size in sizes]
             if group.processes > 1:

@@ -36,7 +36,7 @@ from forebay.pipeline.partition import (
 )
 from forebay.policy import format_bytes
 from forebay.train import hf_io
-from forebay.train.fast_path import Outline, choose_path
+from forebay.train.fast_path import Outline, choose_path, gathered_of
 from forebay.train.parallel import experts_in
 
 if TYPE_CHECKING:
@@ -154,7 +154,7 @@ def fast_path_of(config: Config, world: int, traces: TraceCache | None = None) -
 
     def outline(declared: Any) -> Outline:
         facts = traces.facts(config.model, declared)
-        return Outline(facts.weights.total, facts.paths, facts.sublayers)
+        return Outline(gathered_of(config, facts.weights.sizes), facts.paths, facts.sublayers)
 
     declared = partial(traces.declared, config)
     return choose_path(config, config.device.type != "cpu", world, lambda: near, declared, outline)
@@ -204,7 +204,7 @@ def layer_costs(config: Config, declared: Any, sharing: Sharing, traces: TraceCa
     def cost(layer: StageLayer) -> LayerCost:
         traced = trace.layers[layer.number]
         forward, backward = timer.layer(layer)
-        more = summed.layer(Elements.of(facts.weights.of(layer), sharing.ep), forward, backward)
+        more = summed.layer(Elements.of(facts.weights.of(layer), sharing), forward, backward)
         both = forward + backward + KernelTime(sum(more))
         hidden = schedule == "dualpipev"
         saved = sum(part.saved for _, part in traced.on(layer)) + (trace.balance if traced.is_moe and layer.mlp else 0)

@@ -436,7 +436,7 @@ class StepTimer:
         return {name: self.placements.get(f"{path}.{name}", "keep") for name in ("self_attn", "mlp")}
 
     def _elements(self, layer: StageLayer) -> Elements:
-        return Elements.of(self.run.weights.of(layer), self.run.sharing.ep)
+        return Elements.of(self.run.weights.of(layer), self.run.sharing)
 
     def _overhead(self, rank: int, stages: Mapping[int, StageLayers]) -> StepOverhead:
         layers = [self._elements(n) for stage in stages.values() for n in stage.layers]
@@ -445,7 +445,7 @@ class StepTimer:
             for s in stages.values()
             for w in self.run.weights.embedding * s.embedding + self.run.weights.head * s.head
         ]
-        ends = Elements.of(outside)
+        ends = Elements.of(outside, self.run.sharing)
         fused, clips = self.run.config.optimizer.fused, self.run.config.train.clip > 0
         frozen = self.run.sharing.frozen * sum(e.frozen for e in (*layers, ends))
         trained = self.parameters[rank] - frozen // (self.run.sharing.data if self.run.sharing.sharded else 1)

@@ -12,12 +12,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 
 from forebay.communicators import DEFAULT, FEW, PIPELINE, SINGLE
 from forebay.models.families import decoder_layers, sublayer_modules
 from forebay.pipeline.partition import StageLayer
 from forebay.train.parallel import even_dimension
+from forebay.train.weights_in_place import is_split
 
 CONTEXT = 850 << 20
 """Bytes of a CUDA context (0.60 GiB before anything ran) with the kernels of torch, cuBLAS, cuDNN and Triton (0.80 to 0.82 GiB
@@ -73,7 +75,12 @@ class WeightShapes:
 
     @property
     def total(self) -> int:
-        return sum(weight.elements for part in (self.embedding, self.head, *self.layers) for weight in part)
+        return sum(self.sizes)
+
+    @property
+    def sizes(self) -> list[int]:
+        """Elements of each."""
+        return [weight.elements for part in (self.embedding, self.head, *self.layers) for weight in part]
 
 
 @dataclass(frozen=True)
@@ -124,6 +131,19 @@ class Sharing:
     def gathers_experts(self) -> bool:
         """Whether an engine gathers the experts for each use, and everything else for a step."""
         return self.gathered and self.reshard and self.apart
+
+    def splits(self, elements: int, processes: int) -> bool:
+        """Whether a weight of `elements`, of which `processes` of a replica have parts, is split in its shard's memory; see
+        `forebay.train.weights_in_place`."""
+        dtypes = (torch.float32, torch.bfloat16) if (self.parameter, self.compute) == (4, 2) else (torch.bfloat16,) * 2
+        return self._in_place(processes) and is_split(elements, *dtypes)
+
+    def lends(self, elements: int, processes: int) -> bool:
+        """Whether such a weight is computed with in its shard's memory, split or not."""
+        return self._in_place(processes) and (self.parameter == self.compute or self.splits(elements, processes))
+
+    def _in_place(self, processes: int) -> bool:
+        return self.gathered and self.sharded and self.fused and self.trainer and processes == 1
 
     @property
     def batch(self) -> int:

@@ -312,19 +312,34 @@ _FOREACH = 0.75
 
 @dataclass(frozen=True)
 class Elements:
-    """Elements of the parameters that a process computes with: of its experts, and of all else; and those of all that are not
-    trained."""
+    """Elements of the parameters that a process computes with.
+
+    Attributes:
+        rest, experts: all but those of its experts, and those.
+        frozen: of all that are not trained.
+        lent_rest, lent_experts: of `rest` and `experts`, those that are computed with in their shards' memory, not gathered.
+        split: of all lent ones, those that are split; see `forebay.train.weights_in_place`.
+    """
 
     rest: int
     experts: int = 0
     frozen: int = 0
+    lent_rest: int = 0
+    lent_experts: int = 0
+    split: int = 0
 
     @classmethod
-    def of(cls, weights: Sequence[Weight], ep: int = 1) -> Elements:
-        """Elements of `weights`, whose experts `ep` processes share."""
-        experts = sum(w.elements for w in weights if w.experts)
-        frozen = sum(w.elements for w in weights if w.frozen)
-        return cls(sum(w.elements for w in weights) - experts, experts // ep, frozen)
+    def of(cls, weights: Sequence[Weight], s: Sharing) -> Elements:
+        """Elements of `weights`, which processes share as `s` says."""
+        counts = dict.fromkeys(("rest", "experts", "frozen", "lent_rest", "lent_experts", "split"), 0)
+        for w in weights:
+            kind = "experts" if w.experts else "rest"
+            own, processes = (w.elements // s.ep, s.data // s.ep) if w.experts else (w.elements, s.data)
+            counts[kind] += own
+            counts["frozen"] += w.elements * w.frozen
+            counts[f"lent_{kind}"] += own * s.lends(own, processes)
+            counts["split"] += own * s.splits(own, processes)
+        return cls(**counts)
 
 
 @dataclass(frozen=True)
@@ -379,7 +394,8 @@ class ShardingTime:
         if not s.sharded:
             return 0.0, adding
         if s.gathered:
-            again = self._gather(part.experts, self._columns, once=True).exposed if s.gathers_experts else 0.0
+            experts = part.experts - part.lent_experts
+            again = self._gather(experts, self._columns, once=True).exposed if s.gathers_experts else 0.0
             return again, again + adding
         gather, reduce = self._gathers(part), self._reduces(part)
         times = 1.0 if s.reshard else 1.0 / count
@@ -403,15 +419,17 @@ class ShardingTime:
         s = self.sharing
         share = _UPDATES[s.parameter] if fused else _FOREACH
         half = s.trainer and s.parameter < 4
-        clipping = clips * ((1 if fused else 8) if half else 2)
-        optimizer = self._clock.moved(parameters * ((7 if fused else 21) + 1 + clipping)) / share
+        is_cast = s.trainer and s.sharded and s.summed < s.parameter  # and multiplied as it is cast
+        clipping = clips * ((1 if fused else 8) if half else 0 if is_cast else 2)
+        joined = 4 * s.parameter * sum(p.split for p in (*parts, ends))  # read and written twice
+        optimizer = self._clock.moved(parameters * ((7 if fused else 21) + 1 + clipping) + joined) / share
         adding = self.microbatches * self._adding(ends)
         if not s.sharded:
             return StepOverhead(reduce=adding, optimizer=optimizer)
         inside = parts if s.gathered else ()
         gathers = sum((self._gathers(p) for p in (*inside, ends)), TransferTime())
         if s.gathers_experts:
-            gathers = sum((self._gather(p.rest, s.data) for p in (*inside, ends)), TransferTime())
+            gathers = sum((self._gather(p.rest - p.lent_rest, s.data) for p in (*inside, ends)), TransferTime())
         reduces = sum((self._reduces(p) for p in (*inside, ends)), TransferTime())
         if s.gathered:  # the sums are filled with zeros
             zeros = s.summed * sum(p.rest + p.experts for p in (*inside, ends))
@@ -423,10 +441,10 @@ class ShardingTime:
         return self.sharing.data // self.sharing.ep
 
     def _gathers(self, part: Elements) -> TransferTime:
-        s = self.sharing
+        s, rest, experts = self.sharing, part.rest - part.lent_rest, part.experts - part.lent_experts
         if s.ep == 1:
-            return self._gather(part.rest + part.experts, s.data)
-        return self._gather(part.rest, s.data) + self._gather(part.experts, self._columns)
+            return self._gather(rest + experts, s.data)
+        return self._gather(rest, s.data) + self._gather(experts, self._columns)
 
     def _reduces(self, part: Elements) -> TransferTime:
         s = self.sharing

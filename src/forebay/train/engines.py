@@ -45,6 +45,7 @@ from forebay.train.cuda_graph import CudaGraphStep, Microbatches, StepState
 from forebay.train.distributed import Mesh
 from forebay.train.heartbeat import ending_after
 from forebay.train.unsharded_step import DeferredExperts, UnshardedStep
+from forebay.train.weights_in_place import SplitWeight
 
 # Graphs whose replays are timed: the first one's plan rests on the times of calls, the others' on those of the graph before.
 _TIMED_GRAPHS = 3
@@ -62,6 +63,8 @@ class EngineParts:
         router: counts the routers' choices; None for a dense model.
         balance: coefficient of the load-balancing loss.
         dispatcher: token dispatcher of the experts; None for a dense model.
+        in_place: whoever reads or changes weights between steps calls `GradientEngine.take_weights_back` first, or asks for
+            `GradientEngine.split_weight`; see `forebay.train.weights_in_place`.
     """
 
     model: Any
@@ -71,6 +74,7 @@ class EngineParts:
     router: RouterStats | None
     balance: float
     dispatcher: TokenDispatcher | None
+    in_place: bool = False
 
 
 class GradientEngine:
@@ -95,7 +99,7 @@ class GradientEngine:
 
     def __init__(self, parts: EngineParts, cut: CutModel):
         self._parts, self._cut, self._device, self._router = parts, cut, parts.mesh.device, parts.router
-        self._unsharded = UnshardedStep(parts.model, cut, parts.config.step.reshard)
+        self._unsharded = UnshardedStep(parts.model, cut, parts.config.step.reshard, parts.in_place)
         self._deferred = DeferredExperts(parts.model)
         self._deferred.store.sums = self._unsharded.expert_sum
 
@@ -120,6 +124,24 @@ class GradientEngine:
         step = partial(self._with_gathered, run, microbatches, count)
         losses, imbalance = step() if graph is None else graph.on_stream(step)
         return losses, imbalance
+
+    def take_weights_back(self) -> None:
+        """Make the parameters hold all weights in their own dtype, until the next step."""
+        graph = self.cuda_graph
+        if graph is None:
+            self._unsharded.take_weights_back()
+            return
+
+        def take_back() -> tuple[Tensor, ...]:
+            with graph.graph_memory():
+                self._unsharded.take_weights_back()
+            return ()
+
+        graph.on_stream(take_back)
+
+    def split_weight(self, parameter: Tensor) -> SplitWeight | None:
+        """How the memory of a parameter is split now; None if it holds the weight in its own dtype."""
+        return self._unsharded.split_weight(parameter)
 
     def close(self) -> None:
         """Remove the hooks from parameters and modules, and free the CUDA graph."""

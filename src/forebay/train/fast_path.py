@@ -3,7 +3,7 @@
 Input: a `Config`, and where its processes are. Output: the `FastPath` that `forebay.config.fast_path` chooses.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -22,6 +22,7 @@ from forebay.policy import resolve as assign
 from forebay.train.distributed import Mesh
 from forebay.train.hf_io import declared_by, skeleton
 from forebay.train.parallel import experts_in
+from forebay.train.weights_in_place import is_split
 
 
 @dataclass(frozen=True)
@@ -29,12 +30,12 @@ class Outline:
     """A model before it is built.
 
     Attributes:
-        parameters: their number; of tied weights, once.
+        gathered: elements of the weights that a process which has all of them would gather; of tied weights, once.
         paths: of the modules that can be regions.
         sublayers: paths of the sublayers of its decoder layers.
     """
 
-    parameters: int
+    gathered: int
     paths: Sequence[str]
     sublayers: Sequence[str]
 
@@ -91,7 +92,7 @@ def choose_path(
         str(model.model_type),
         reaches=is_local or (takes_rows and are_near()),
         takes_rows=takes_rows,
-        gathered=sketch.parameters * getattr(torch, m.compute).itemsize if gathers and sketch else 0,
+        gathered=sketch.gathered * getattr(torch, m.compute).itemsize if gathers and sketch else 0,
         layers=getattr(text, "num_hidden_layers", 0),
         container=_container(config.memory.policy, sketch) if sketch else None,
     )
@@ -118,7 +119,13 @@ def _outline(config: Config, declared: Any) -> Outline:
         sublayers = [path for layer in decoder_layers(model) for path in (layer.attention_path, layer.block_path)]
     except UnknownLayerError:
         sublayers = []
-    return Outline(sum(p.numel() for p in model.parameters()), called_paths(model), sublayers)
+    return Outline(gathered_of(config, [p.numel() for p in model.parameters()]), called_paths(model), sublayers)
+
+
+def gathered_of(config: Config, weights: Iterable[int]) -> int:
+    """Elements that a process which has all weights whole gathers, of weights of so many elements each."""
+    dtypes = [getattr(torch, name) for name in (config.model.dtype, config.model.compute or config.model.dtype)]
+    return sum(n for n in weights if not is_split(n, *dtypes))
 
 
 def _container(policy: str | Mapping[str, str], sketch: Outline) -> str | None:

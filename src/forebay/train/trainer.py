@@ -84,7 +84,8 @@ class Trainer:
 
     Attributes:
         config: with a value for each key that was "auto"; see `forebay.config.fast_path`.
-        model: a transformers `*ForCausalLM`, managed; sharded if there is a process group.
+        model: a transformers `*ForCausalLM`, managed; sharded if there is a process group. Read this attribute anew after a step:
+            steps may leave weights in another form (`forebay.train.weights_in_place`), which reading it turns back.
         memory: what `forebay.manage` returned.
         dispatcher: token dispatcher; None without expert parallelism.
         engine: runs the microbatches of a step; None if they run one after the other.
@@ -113,15 +114,17 @@ class Trainer:
         self._batches, self._held_out = self.corpus.batches(config.data, config.train, mesh.batch)
         seed_all(config.train.seed)
         experts = self._build_model(tokenizer.vocabulary, partition)
-        self.dispatcher = parallel.dispatcher_of(self.model, mesh, config)
-        self.memory = _manage(self.model, config, self.dispatcher)
-        self._router = _router_stats(self.model)
-        self._balance = hf_io.balance_coefficient(self.model.config)
+        self.dispatcher = parallel.dispatcher_of(self._model, mesh, config)
+        self.memory = _manage(self._model, config, self.dispatcher)
+        self._router = _router_stats(self._model)
+        self._balance = hf_io.balance_coefficient(self._model.config)
         self.engine = self._build_engine(experts)
-        self._parameters = [p for p in self.model.parameters() if p.requires_grad]
+        self._parameters = [p for p in self._model.parameters() if p.requires_grad]
         o = config.optimizer
-        groups = decay_groups(self.model, o.weight_decay)
+        groups = decay_groups(self._model, o.weight_decay)
         self.optimizer = parallel.ShardedAdamW(groups, lr=o.lr, betas=o.betas, eps=o.eps, fused=o.fused or None)
+        if self.engine is not None:
+            self.optimizer.split_weight = self.engine.split_weight
         self._retries = CapacityRetries(
             mesh,
             self.dispatcher,
@@ -155,10 +158,10 @@ class Trainer:
             self._shards = parallel.shard(model, mesh, config)
 
         on_meta = shard if mesh.data is not None else None
-        self.model = hf_io.build(config.model, vocabulary, self.device, on_meta, config.train.seed, keep)
+        self._model = hf_io.build(config.model, vocabulary, self.device, on_meta, config.train.seed, keep)
         if config.data.packing == "documents":
-            check_documents_apart(self.model)
-        longest = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+            check_documents_apart(self._model)
+        longest = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
         if longest is not None and config.train.sequence > longest:
             raise UsageError(
                 f"train.sequence = {config.train.sequence} is longer than the model's max_position_embeddings = {longest}; "
@@ -168,7 +171,14 @@ class Trainer:
 
     def _build_engine(self, experts: int) -> LocalGradients | PipelinedGradients | None:
         parts = EngineParts(
-            self.model, self.memory, self.config, self.mesh, self._router, self._balance, self.dispatcher
+            self._model,
+            self.memory,
+            self.config,
+            self.mesh,
+            self._router,
+            self._balance,
+            self.dispatcher,
+            in_place=self.config.optimizer.fused,
         )
         try:
             if self._stages is not None:
@@ -193,6 +203,13 @@ class Trainer:
         if self.dispatcher is not None:
             self.dispatcher.close()
         self._end()
+
+    @property
+    def model(self) -> Any:
+        """See the class."""
+        if self.engine is not None:
+            self.engine.take_weights_back()
+        return self._model
 
     @property
     def pipeline(self) -> PipelinedGradients | None:
@@ -385,7 +402,7 @@ class Trainer:
         return cross_entropy, balance
 
     def forward(self) -> Tensor:
-        """The loss of the first microbatch, with its autograd graph: for a profile of saved tensors."""
+        """The loss of the first microbatch, with its autograd graph: for a profile of saved tensors. Before the first step."""
         microbatch = self._microbatches(self._batches(0))[0]
         return self._loss(microbatch, microbatch[1].numel(), 1)[0]
 
@@ -400,8 +417,9 @@ class Trainer:
         if self._held_out is None:
             raise UsageError("there is no validation data; set train.eval_every and data.validation")
         self._make_room_for_evaluation()
+        model = self.model
         total, count = 0.0, 0
-        self.model.eval()
+        model.eval()
         try:
             with torch.no_grad(), self._retries.exactly():
                 for number in range(self.config.train.eval_batches):
@@ -415,7 +433,7 @@ class Trainer:
                     # Every pipeline rank has the same targets: count those of the first.
                     count += _with_loss(batch.targets) if self.mesh.pp_rank == 0 else 0
         finally:
-            self.model.train()
+            model.train()
             if self._shards is not None:
                 self._shards.release()
         total, counted = self.mesh.sum(torch.tensor([total, count], dtype=torch.float64, device=self.device)).tolist()
@@ -449,7 +467,7 @@ class Trainer:
         ids, labels, *positions = microbatch
         # With a KV cache, which transformers makes in evaluation, the model ignores where positions restart.
         apart = {"position_ids": positions[0], "use_cache": False} if positions else {}
-        output = self.model(input_ids=ids, labels=labels, shift_labels=labels, num_items_in_batch=count, **apart)
+        output = self._model(input_ids=ids, labels=labels, shift_labels=labels, num_items_in_batch=count, **apart)
         return output.loss
 
     def _microbatches(self, batch: Batch) -> list[Microbatch]:

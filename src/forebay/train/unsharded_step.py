@@ -27,6 +27,7 @@ from forebay.models.families import moe_blocks
 from forebay.moe.wgrad import WeightGradients, no_sums
 from forebay.pipeline.model import CutModel, adds_at_once
 from forebay.train.parallel import GATHER_BYTES, add_to_shard, parts_within
+from forebay.train.weights_in_place import SplitWeight, WeightsInPlace
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class UnreducedGradients:
     rows: EmbeddingRows | None
 
 
-_LARGE = 1 << 23
+_CAST_ALONE = 1 << 23
 """Elements from which a weight is cast faster by a kernel of its own: on an H100, fp32 to bf16 moves at 2.5 TB/s by a kernel for
 many weights and at 2.9 by one for each, which take the host 10 microseconds each."""
 
@@ -60,9 +61,11 @@ class UnshardedStep:
         model: sharded with `forebay.train.parallel.shard`, or not sharded.
         cut: the same model as an engine runs it.
         reshard: gather the experts' parameters for each use, in forward and in backward. All others stay gathered for the step.
+        in_place: weights are computed with in their shards' memory where they can be (`forebay.train.weights_in_place`), and not
+            gathered.
     """
 
-    def __init__(self, model: Any, cut: CutModel, reshard: bool):
+    def __init__(self, model: Any, cut: CutModel, reshard: bool, in_place: bool = False):
         self._model, self._cut = model, cut
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._sums: dict[str, Any] = {}
@@ -72,12 +75,14 @@ class UnshardedStep:
         self._experts: list[Any] = []  # records of the experts' weights that `expert_sum` knows, once gathered
         self._addresses: dict[int, Any] = {}  # the same, by the address of each gathered weight at the last lookup
         self._is_made = False  # FSDP2 has made the gathered parameters, and hooks are on them
+        self._in_place = WeightsInPlace(self._groups() if in_place else ())
         self._resharded: list[Any] = []  # the experts' modules that are gathered for each use
         if self._sharded and reshard:
             for layer in cut.layers:
-                if isinstance(layer.experts_module, FSDPModule):
-                    layer.experts = partial(_gathered_experts, layer.experts_module, layer.experts)
-                    self._resharded.append(layer.experts_module)
+                module = layer.experts_module
+                if isinstance(module, FSDPModule) and not self._in_place.has_all(fsdp_group(module)):
+                    layer.experts = partial(_gathered_experts, module, layer.experts)
+                    self._resharded.append(module)
 
     def gather(self) -> None:
         """Gather all parameters but those that are gathered for each use. Outside a step the caller gives them back."""
@@ -86,14 +91,25 @@ class UnshardedStep:
         fully_shard.state(self._model)._lazy_init()  # type: ignore[attr-defined]  # the root's forward would do it
         held = [module for module in self._modules if module not in self._resharded]
         if self._is_made:
+            self._in_place.lend(self._records())
             _unshard(held)
             return
         for module in self._modules:  # FSDP2 makes a gathered parameter when it gathers it for the first time
             module.unshard()
+            if (group := fsdp_group(module)) is not None:
+                self._in_place.lend(group.fsdp_params)
             if module in self._resharded:
                 module.reshard()
         self._install_hooks()
         self._is_made = True
+
+    def take_weights_back(self) -> None:
+        """Make shards hold their weights in their own dtype again, until the next `gather`; between steps."""
+        self._in_place.take_back()
+
+    def split_weight(self, shard: Tensor) -> SplitWeight | None:
+        """The memory of a shard whose weight is split now; see `forebay.train.weights_in_place`."""
+        return self._in_place.of(shard)
 
     def begin(self, tokens: int) -> None:
         """Prepare to accumulate gradients of gathered parameters; `tokens` of all microbatches, on this process."""
@@ -203,6 +219,7 @@ class UnshardedStep:
 
     def close(self) -> None:
         """Remove the hooks, and free gathered parameters that were kept."""
+        self._in_place.take_back()
         for group in self._groups() if self._sharded else ():
             for record in group.fsdp_params:
                 if vars(record).pop("free_unsharded_param", None) is not None and group.is_sharded:
@@ -396,6 +413,8 @@ def _unshard(modules: Iterable[Any]) -> None:
     whole = []
     for group in groups:
         for record in group.fsdp_params:
+            if not record.all_gather_outputs:
+                continue  # the weight is in the shard's memory
             record.alloc_all_gather_outputs()
             if group.mesh_info.shard_mesh_size > 1:
                 key = group.mesh_info.shard_process_group, record.all_gather_outputs[0].dtype
@@ -414,7 +433,7 @@ def _copy(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
     """Copy, and cast, to the first of each pair from the second; small ones together."""
     small: dict[tuple[torch.dtype, torch.dtype], list[tuple[Tensor, Tensor]]] = {}
     for to, source in pairs:
-        if to.numel() < _LARGE:
+        if to.numel() < _CAST_ALONE:
             small.setdefault((to.dtype, source.dtype), []).append((to, source))
             continue
         with torch.autograd._unsafe_preserve_version_counter(to):

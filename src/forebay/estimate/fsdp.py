@@ -217,19 +217,8 @@ class PersistentState:
                 held += [self._allocator.malloc(size, DEFAULT) for size in sizes if not s.fused]
                 for block in reversed(held):  # a list drops its last first
                     self._allocator.free(block)
-            self._optimize_split(vectors, is_late, first)
-
-    def _optimize_split(self, vectors: bool, is_late: Callable[[int], bool], first: bool) -> None:
-        """The update of split weights, a piece at a time, which is joined; its gradient is cast."""
-        allocator, s = self._allocator, self._s
-        for p, number in self._trained():
-            if p.split and p.vector == vectors:
-                size = s.parameter * p.own
-                self._moments += [allocator.malloc(n, DEFAULT, OPTIMIZER) for n in ((4, size, size) if first else ())]
-                piece = allocator.malloc(s.parameter * min(PIECE, p.own), DEFAULT)
-                for own in (min(PIECE, p.own), p.own % PIECE) if is_late(number) else ():
-                    allocator.free(allocator.malloc(s.parameter * own or 1, DEFAULT, GRADIENTS))
-                allocator.free(piece)
+        for size in [s.parameter * p.own for p, _ in self._trained() if p.split] if first else ():
+            self._moments += [self._allocator.malloc(n, DEFAULT, OPTIMIZER) for n in (4, size, size)]
 
     def _trained(self) -> list[tuple[GroupParam, int]]:
         """Trained parameters, and the group of each."""

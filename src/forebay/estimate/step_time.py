@@ -306,6 +306,8 @@ class _Segments:
 _UPDATES: Mapping[int, float] = MappingProxyType({4: 0.80, 2: 0.60})
 """Share of a copy's bandwidth that AdamW's fused update and clipping reach, by the size of an element: 3.31 to 3.56 TB/s in fp32,
 2.35 to 2.76 in bf16 (benchmarks/results/step_kernels.json)."""
+_SPLIT_UPDATES = 0.86
+"""The same of the update of split weights (`forebay.kernels.split_adamw`): 3.6 TB/s of 4.36e9 weights on an H200."""
 _FOREACH = 0.75
 """The same of an update that is not fused."""
 
@@ -419,10 +421,12 @@ class ShardingTime:
         s = self.sharing
         share = _UPDATES[s.parameter] if fused else _FOREACH
         half = s.trainer and s.parameter < 4
-        is_cast = s.trainer and s.sharded and s.summed < s.parameter  # and multiplied as it is cast
-        clipping = clips * ((1 if fused else 8) if half else 0 if is_cast else 2)
-        joined = 4 * s.parameter * sum(p.split for p in (*parts, ends))  # read and written twice
-        optimizer = self._clock.moved(parameters * ((7 if fused else 21) + 1 + clipping) + joined) / share
+        clipping = clips * ((1 if fused else 8) if half else 2)
+        split = sum(p.split for p in (*parts, ends))
+        rest = parameters - s.parameter * split
+        optimizer = self._clock.moved(rest * ((7 if fused else 21) + 1 + clipping)) / share
+        # Gradients are read twice, once for their norm; weights and moments are read and written.
+        optimizer += self._clock.moved(split * (6 * s.parameter + 2 * s.summed)) / _SPLIT_UPDATES
         adding = self.microbatches * self._adding(ends)
         if not s.sharded:
             return StepOverhead(reduce=adding, optimizer=optimizer)
@@ -448,9 +452,10 @@ class ShardingTime:
 
     def _reduces(self, part: Elements) -> TransferTime:
         s = self.sharing
+        split = part.split if s.replicate == 1 else 0  # an update takes gradients as they are
         if s.ep == 1:
-            return self._reduce(part.rest + part.experts - part.frozen, s.data)
-        return self._reduce(part.rest, s.data) + self._reduce(part.experts, self._columns)
+            return self._reduce(part.rest + part.experts - part.frozen - split, s.data)
+        return self._reduce(part.rest, s.data) + self._reduce(part.experts - split, self._columns)
 
     def _gather(self, elements: int, processes: int, once: bool = False) -> TransferTime:
         """Each process casts and sends its shard; what arrives is copied to where parameters live. One process copies twice, or

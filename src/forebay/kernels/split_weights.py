@@ -25,19 +25,34 @@ _WARPS = 4
 
 
 @triton.jit
+def split_bits(bits):
+    """The upper half of fp32 bits (int32) rounded to bf16, the lower half, and whether it was a tie that was rounded up."""
+    upper = (bits >> 16) & 0xFFFF
+    low = bits & 0xFFFF
+    is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
+    tie = (low == 0x8000) & ((upper & 1) == 1) & (is_nan == 0)
+    up = ((low > 0x8000) & (is_nan == 0)) | tie
+    return tl.where(is_nan, upper | 0x40, upper + up.to(tl.int32)), low, tie
+
+
+@triton.jit
+def joined_bits(high, low, tie):
+    """The inverse of `split_bits`, of int32 that may have other bits above the lowest 16."""
+    high = high & 0xFFFF
+    low = low & 0xFFFF
+    is_nan = (high & 0x7FFF) > 0x7F80
+    up = ((low > 0x8000) & (is_nan == 0)) | tie
+    return ((high - up.to(tl.int32)) << 16) | low
+
+
+@triton.jit
 def _split_kernel(weight_ptr, high_ptr, low_ptr, ties_ptr, n, ROWS: tl.constexpr, BITS: tl.constexpr):
     """`ROWS` bytes of ties and their weights. All pointers are of integers as wide as their elements."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     bit = tl.arange(0, BITS)
     at = rows[:, None] * BITS + bit[None, :]
     inside = at < n
-    bits = tl.load(weight_ptr + at, mask=inside, other=0)
-    upper = (bits >> 16) & 0xFFFF
-    low = bits & 0xFFFF
-    is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
-    tie = (low == 0x8000) & ((upper & 1) == 1) & (is_nan == 0)
-    up = ((low > 0x8000) & (is_nan == 0)) | tie
-    high = tl.where(is_nan, upper | 0x40, upper + up.to(tl.int32))
+    high, low, tie = split_bits(tl.load(weight_ptr + at, mask=inside, other=0))
     tl.store(high_ptr + at, high.to(tl.int16), mask=inside)
     tl.store(low_ptr + at, low.to(tl.int16), mask=inside)
     packed = tl.sum(tie.to(tl.int32) << bit[None, :], axis=1)
@@ -51,13 +66,11 @@ def _join_kernel(high_ptr, low_ptr, ties_ptr, weight_ptr, n, ROWS: tl.constexpr,
     bit = tl.arange(0, BITS)
     at = rows[:, None] * BITS + bit[None, :]
     inside = at < n
-    high = tl.load(high_ptr + at, mask=inside, other=0).to(tl.int32) & 0xFFFF
-    low = tl.load(low_ptr + at, mask=inside, other=0).to(tl.int32) & 0xFFFF
+    high = tl.load(high_ptr + at, mask=inside, other=0).to(tl.int32)
+    low = tl.load(low_ptr + at, mask=inside, other=0).to(tl.int32)
     packed = tl.load(ties_ptr + rows, mask=rows * BITS < n, other=0).to(tl.int32)
     tie = ((packed[:, None] >> bit[None, :]) & 1) == 1
-    is_nan = (high & 0x7FFF) > 0x7F80
-    up = ((low > 0x8000) & (is_nan == 0)) | tie
-    tl.store(weight_ptr + at, ((high - up.to(tl.int32)) << 16) | low, mask=inside)
+    tl.store(weight_ptr + at, joined_bits(high, low, tie), mask=inside)
 
 
 def split(weight: Tensor, high: Tensor, low: Tensor, ties: Tensor, *, backend: Backend = "auto") -> None:
@@ -73,7 +86,8 @@ def split(weight: Tensor, high: Tensor, low: Tensor, ties: Tensor, *, backend: B
         ValueError: a shape, device or layout that does not fit.
         TypeError: a dtype that does not fit.
     """
-    _check(weight, high, low, ties)
+    check_split(weight.numel(), high, low, ties)
+    _check_whole(weight, high)
     if not weight.numel():
         return
     if use_triton(backend, weight):
@@ -85,7 +99,8 @@ def split(weight: Tensor, high: Tensor, low: Tensor, ties: Tensor, *, backend: B
 
 def join(high: Tensor, low: Tensor, ties: Tensor, weight: Tensor, *, backend: Backend = "auto") -> None:
     """Write what `split` split to `weight`. Arguments and errors as those of `split`."""
-    _check(weight, high, low, ties)
+    check_split(weight.numel(), high, low, ties)
+    _check_whole(weight, high)
     if not weight.numel():
         return
     if use_triton(backend, weight):
@@ -99,25 +114,41 @@ def _launch(kernel: triton.JITFunction, n: int, *integers: Tensor) -> None:
     launch(kernel, (cdiv(n, _BYTES_OF_TIES * BITS),), *integers, n, ROWS=_BYTES_OF_TIES, BITS=BITS, num_warps=_WARPS)
 
 
-def _check(weight: Tensor, high: Tensor, low: Tensor, ties: Tensor) -> None:
-    n = weight.numel()
+def check_split(n: int, high: Tensor, low: Tensor, ties: Tensor) -> None:
+    """Check the parts of a weight of `n` elements.
+
+    Raises:
+        ValueError, TypeError: as `split`.
+    """
     if n % BITS:
         raise ValueError(f"weight must have a multiple of {BITS} elements, got {n}")
     wanted = {
-        "weight": (weight, torch.float32, n),
         "high": (high, torch.bfloat16, n),
         "low": (low, torch.int16, n),
         "ties": (ties, torch.uint8, n // BITS),
     }
     for name, (tensor, dtype, length) in wanted.items():
-        if tensor.dtype != dtype:
-            raise TypeError(f"{name} must be {dtype}, got {tensor.dtype}")
-        if tuple(tensor.shape) != (length,) or not tensor.is_contiguous():
-            raise ValueError(
-                f"{name} must be [{length}] and contiguous, got {list(tensor.shape)} with strides {tensor.stride()}"
-            )
-        if tensor.device != weight.device:
-            raise ValueError(f"{name} must be on {weight.device}, got a tensor on {tensor.device}")
+        check_flat(name, tensor, dtype, length, high.device)
+
+
+def check_flat(name: str, tensor: Tensor, dtype: torch.dtype, length: int, device: torch.device) -> None:
+    """Check a contiguous tensor of one dimension.
+
+    Raises:
+        ValueError, TypeError: as `split`.
+    """
+    if tensor.dtype != dtype:
+        raise TypeError(f"{name} must be {dtype}, got {tensor.dtype}")
+    if tuple(tensor.shape) != (length,) or not tensor.is_contiguous():
+        raise ValueError(
+            f"{name} must be [{length}] and contiguous, got {list(tensor.shape)} with strides {tensor.stride()}"
+        )
+    if tensor.device != device:
+        raise ValueError(f"{name} must be on {device}, got a tensor on {tensor.device}")
+
+
+def _check_whole(weight: Tensor, high: Tensor) -> None:
+    check_flat("weight", weight, torch.float32, weight.numel(), high.device)
 
 
 def _split_reference(weight: Tensor, high: Tensor, low: Tensor, ties: Tensor) -> None:

@@ -26,13 +26,13 @@ from torch.distributed.tensor import DTensor, Shard
 
 from forebay.config import Config, check_experts
 from forebay.errors import RunError, UsageError
-from forebay.kernels.scaled_cast import scaled_cast
+from forebay.kernels.split_adamw import adamw_numbers, split_adamw
 from forebay.memory.storage import fsdp_group, local
 from forebay.models.families import absent_layers, decoder_layers, moe_blocks
 from forebay.models.hf_experts import cut_experts
 from forebay.moe.dispatch import LocalDispatcher, TokenDispatcher
 from forebay.train.distributed import Mesh
-from forebay.train.weights_in_place import PIECE, SplitWeight
+from forebay.train.weights_in_place import SplitWeight
 
 CAST_BYTES = 512 << 20
 """Bytes of gradients that an update casts together; a larger one is cast alone. A part is a few kernels of 0.1 ms."""
@@ -288,18 +288,14 @@ class ShardedAdamW(torch.optim.AdamW):
         """Allocate and free what `step` allocates, so that it finds the same blocks in the allocator's cache.
 
         An update that runs out of memory halfway has changed moments and not the weights, and cannot be repeated. A fused one
-        allocates casts of gradients only, and a piece of a split weight; another one has the roots of a group's second moments at
-        once as well.
+        allocates casts of gradients only, and none of those of split weights; another one has the roots of a group's second
+        moments at once as well.
 
         Raises:
             torch.OutOfMemoryError: nothing was changed.
         """
         for group in self.param_groups:
-            rest, split = self._apart(group)
-            if split:
-                pieces = [torch.empty(PIECE, device=weight.high.device) for _, weight in split[:1] for _ in range(2)]
-                del pieces
-            for part in _cast_in_parts(rest):
+            for part in _cast_in_parts(self._apart(group)[0]):
                 weights = [p for p in part["params"] if p.grad is not None]
                 taken = [torch.empty_like(_own(p), dtype=p.dtype) for p in weights if _is_cast_late(p)]
                 if not part["fused"]:
@@ -325,8 +321,8 @@ class ShardedAdamW(torch.optim.AdamW):
         finally:
             self.param_groups, self._factor, self.grad_scale, self.found_inf = groups, None, None, None
         for group, split in apart:
-            for weight, memory in split:
-                self._update_split(group, weight, memory, factor, skip)
+            if split:
+                self._update_split(group, split, factor, skip)
 
     def _apart(self, group: dict[str, Any]) -> tuple[dict[str, Any], list[tuple[nn.Parameter, SplitWeight]]]:
         """The group without its split weights, and those that have a gradient, with their memory."""
@@ -337,54 +333,39 @@ class ShardedAdamW(torch.optim.AdamW):
     def _update_split(
         self,
         group: dict[str, Any],
-        weight: nn.Parameter,
-        memory: SplitWeight,
+        split: list[tuple[nn.Parameter, SplitWeight]],
         factor: torch.Tensor | None,
         skip: torch.Tensor | None,
     ) -> None:
-        """Update a split weight as `torch.optim.AdamW` updates others, piece by piece."""
+        """Update split weights as `torch.optim.AdamW` updates others."""
         lists: list[list[torch.Tensor]] = [[] for _ in range(6)]
-        super()._init_group({**group, "params": [weight]}, *lists)  # type: ignore[misc]  # makes the states
-        _, _, means, squares, _, steps = lists
-        gradient, mean, square = (t.reshape(-1) for t in (_own(weight), local(means[0]), local(squares[0])))
-        beta1, beta2 = group["betas"]
-        options = {name: group[name] for name in ("amsgrad", "maximize", "lr", "weight_decay", "eps")}
+        own = {**group, "params": [weight for weight, _ in split]}
+        super()._init_group(own, *lists)  # type: ignore[misc]  # makes states
+        _, grads, means, squares, _, steps = lists
         torch._foreach_add_(steps, 1)
-        for part, piece in memory.pieces():
-            own = _in_float32(gradient[part], factor)
-            tensors = [piece], [own], [mean[part]], [square[part]]
-            torch._fused_adamw_(*tensors, [], steps, beta1=beta1, beta2=beta2, found_inf=skip, **options)
-            del own, tensors  # or there would be two at once
+        settings = {name: group[name] for name in ("lr", "betas", "eps", "weight_decay")}
+        numbers = adamw_numbers(steps, **settings)
+        for n, (_, memory) in enumerate(split):
+            moments = local(means[n]).view(-1), local(squares[n]).view(-1)
+            split_adamw(memory.parts, local(grads[n]).reshape(-1), moments, numbers[n], factor, skip)
         if skip is not None:
-            torch._foreach_sub_(steps, [skip])
+            torch._foreach_sub_(steps, [skip] * len(steps))
 
     def _init_group(self, group: dict[str, Any], *lists: list[torch.Tensor]) -> bool:
         complex_found = super()._init_group(group, *lists)  # type: ignore[misc]  # not in the stubs
         for tensors in lists:
             tensors[:] = [local(t) for t in tensors]
         weights, grads, *_ = lists
-        scaled = set()
-        for n, (weight, grad) in enumerate(zip(weights, grads, strict=True)):
-            if (weight.dtype, grad.dtype) == (torch.float32, torch.bfloat16):
-                grads[n] = _in_float32(grad, self._factor)
-                scaled.add(n)
-            elif weight.dtype != grad.dtype:
-                grads[n] = grad.to(weight.dtype)
+        late = [n for n, (weight, grad) in enumerate(zip(weights, grads, strict=True)) if weight.dtype != grad.dtype]
+        for n in late:
+            grads[n] = grads[n].to(weights[n].dtype)
         half = bool(grads) and _is_half(grads[0])  # as all of the group that are not cast: see `_cast_in_parts`
         self.grad_scale = None
         if self._factor is not None and half and group["fused"]:
             self.grad_scale = (1 / self._factor).float()  # torch divides by it
-        elif self._factor is not None and (rest := [grad for n, grad in enumerate(grads) if n not in scaled]):
-            torch._foreach_mul_(rest, self._factor)
+        elif self._factor is not None and grads:
+            torch._foreach_mul_(grads, self._factor)
         return complex_found
-
-
-def _in_float32(gradient: torch.Tensor, factor: torch.Tensor | None) -> torch.Tensor:
-    """A gradient of an fp32 weight in fp32, multiplied by `factor`: in place if it is in fp32."""
-    if factor is not None and _is_half(gradient) and factor.dtype == torch.float32:
-        return scaled_cast(gradient, factor)
-    gradient = gradient.float()
-    return gradient if factor is None else gradient.mul_(factor)
 
 
 def parts_within(sizes: Sequence[int], limit: int) -> list[range]:

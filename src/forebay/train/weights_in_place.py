@@ -3,14 +3,14 @@
 Input: FSDP2's records (`FSDPParam`) of weights that no other process of the replica has a part of: experts under expert
 parallelism, or all weights of one process. A weight in the compute dtype is the gathered weight itself. A large weight in fp32 is
 split (`forebay.kernels.split_weights`): the first half of its memory is the weight rounded to bf16, the second half what rounding
-took. So there is no copy in bf16, of 2 bytes a weight, and nothing is cast for a step. An update joins a piece at a time,
-`pieces`. Between `lend` and `take_back` the shards of split weights hold no fp32 numbers. `WeightsInPlace` owns the bits that
-rounding needs besides, an eighth of a byte a weight.
+took. So there is no copy in bf16, of 2 bytes a weight, and nothing is cast for a step; an update reads and writes the parts
+(`forebay.kernels.split_adamw`). Between `lend` and `take_back` the shards of split weights hold no fp32 numbers. `WeightsInPlace`
+owns the bits that rounding needs besides, an eighth of a byte a weight.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from math import prod
 from typing import Any
 
@@ -22,9 +22,9 @@ from forebay.kernels.split_weights import BITS, join, split
 from forebay.memory.storage import local
 
 LARGE = 1 << 23
-"""Elements of the smallest weight that is split: an update launches five kernels for each."""
+"""Elements of the smallest weight that is split: an update launches a kernel for each."""
 PIECE = 1 << 24
-"""Elements that are joined at a time, in 64 MiB. Launching the update of one takes the host a third as long as the device."""
+"""Elements that are split or joined at a time, outside of steps."""
 
 
 class SplitWeight:
@@ -71,15 +71,10 @@ class SplitWeight:
         for part in _parts(half, n):
             self._join_part(part, waiting[part.start - half : part.stop - half])
 
-    def pieces(self) -> Iterator[tuple[slice, Tensor]]:
-        """Each piece of the split weight, joined: which elements, and their fp32 values. A piece is split again, with what the
-        caller has made of it, when the next one is asked for."""
-        memory = self._whole.new_empty(min(PIECE, self._whole.numel()))
-        for part in _parts(0, self._whole.numel()):
-            piece = memory[: part.stop - part.start]
-            join(self.high[part], self._low[part], self._ties_of(part), piece)
-            yield part, piece
-            split(piece, self.high[part], self._low[part], self._ties_of(part))
+    @property
+    def parts(self) -> tuple[Tensor, Tensor, Tensor]:
+        """High, low and ties of the split weight."""
+        return self.high, self._low, self._ties
 
     def _join_part(self, part: slice, high: Tensor) -> None:
         piece = self._whole.new_empty(high.numel())

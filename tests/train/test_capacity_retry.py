@@ -273,8 +273,12 @@ def test_an_update_that_cannot_skip_waits_for_the_gradients() -> None:
         pages.missing += 1 - int(pages.is_exact)
         return float(pages.is_exact)
 
+    def apply(exact: float, skip: Tensor | None) -> None:
+        assert pages.ended == 1, "what the step's pages took is free for the update"
+        applied.append((exact, skip))
+
     runs = retries(pages, ahead=lambda: False)
-    _, rerun = runs.run(gradients, lambda exact, skip: applied.append((exact, skip)), lambda: None)
+    _, rerun = runs.run(gradients, apply, lambda: None)
     assert rerun is not None and applied == [(1.0, None)]
     pages.is_exact = True
     assert runs.run(gradients, lambda exact, skip: "applied", lambda: None) == ("applied", None)

@@ -21,6 +21,14 @@ from tests.ranks import run_ranks
 from tests.train.common import GPU_FAMILIES, MIXED_PRECISION, WIDE, config, differing, figures_of, write_text
 
 
+MESHES: dict[str, dict[str, Any]] = {  # of two processes
+    "experts over both, all else in shards": {"ep": 2, "overlap": True},
+    "the same, gathered for each use": {"ep": 2, "overlap": True, "reshard": True},
+    "two replicas": {"ep": 1, "replicate": 2, "overlap": True},
+    "two stages": {"ep": 1, "pp": 2, "schedule": "1f1b"},
+}
+
+
 @contextmanager
 def sizes(large: int, piece: int) -> Iterator[None]:
     """Context in which weights from `large` elements on are split, and joined `piece` elements at a time."""
@@ -51,15 +59,15 @@ def test_a_weight_is_split_and_joined_in_its_memory(n: int, piece: int) -> None:
             assert torch.equal(bits_of(weight), bits_of(before))
 
 
-def settings(folder: str, dtype: str, gradients: str, ep: int = 1, **parallel: Any) -> Any:
+def settings(folder: str, dtype: str, gradients: str, **parallel: Any) -> Any:
     return config(
         folder,
         {**WIDE, "num_hidden_layers": 3},
         model={"dtype": dtype, "compute": "bfloat16" if dtype == "float32" else ""},
-        train={"batch": 6 * ep, "microbatch": 2, "eval_every": 2, "eval_batches": 1},
+        train={"batch": 12, "microbatch": 2, "eval_every": 2, "eval_batches": 1},
         data={"validation": 0.2},
-        memory={"graph": ep == 1},  # steps of an engine; a CPU captures none
-        parallel={"ep": ep, "overlap": True, "dispatch": "auto", "gradients": gradients, "reshard": False, **parallel},
+        memory={"graph": not parallel},  # steps of an engine; a CPU captures none
+        parallel={"dispatch": "auto", "gradients": gradients, "reshard": False, **parallel},
     )
 
 
@@ -101,8 +109,8 @@ def experts_in_place(trainer: Trainer) -> list[bool]:
     ]
 
 
-def compared(rank: int, world: int, folder: str, dtype: str, gradients: str, reshard: bool) -> list[str]:
-    chosen = settings(folder, dtype, gradients, ep=world, reshard=reshard)
+def compared(rank: int, world: int, folder: str, dtype: str, gradients: str, parallel: dict[str, Any]) -> list[str]:
+    chosen = settings(folder, dtype, gradients, **parallel)
     with Mesh.open(chosen) as mesh:
         wanted, figures = trained(chosen, mesh, False)
         found, same = trained(chosen, mesh, True)
@@ -110,13 +118,12 @@ def compared(rank: int, world: int, folder: str, dtype: str, gradients: str, res
     return wrong if figures == same else [*wrong, f"{figures} {same}"]
 
 
-@pytest.mark.parametrize("reshard", [False, True])
 @pytest.mark.parametrize(
     ("dtype", "gradients"), [("float32", "float32"), ("float32", "compute"), ("bfloat16", "float32")]
 )
-def test_training_changes_no_bit(tmp_path: Path, dtype: str, gradients: str, reshard: bool) -> None:
-    """With experts over two processes, which have everything else in shards."""
-    assert run_ranks(compared, 2, write_text(tmp_path), dtype, gradients, reshard) == [[], []]
+@pytest.mark.parametrize("name", MESHES)
+def test_training_changes_no_bit(tmp_path: Path, name: str, dtype: str, gradients: str) -> None:
+    assert run_ranks(compared, 2, write_text(tmp_path), dtype, gradients, MESHES[name]) == [[], []]
 
 
 def test_one_process_gathers_no_large_weight(tmp_path: Path) -> None:

@@ -572,11 +572,10 @@ class UnshardedLifecycle(_Sharded):
                 self._allocator.free(block)
             if p.split:
                 self._allocator.malloc(p.own // BITS, self._stream, PARAMETERS)
-                half, element = p.own // 2, self._s.parameter
+                half = p.own // 2
+                piece = self._allocator.malloc(self._s.parameter * min(half, PIECE), self._stream)
                 waiting = self._allocator.malloc(self._s.compute * half, self._stream)
-                for piece in (half % PIECE, min(half, PIECE)):
-                    self._allocator.free(self._allocator.malloc(element * piece or 1, self._stream))
-                self._allocator.free(waiting)
+                self._free((piece, waiting))
 
     def _gather_all_of(self, numbers: Sequence[int]) -> None:
         """As `forebay.train.unsharded_step` does after the first time."""

@@ -49,35 +49,45 @@ class SplitWeight:
         return self._ties.nbytes
 
     def split(self) -> None:
-        """Split the whole weight, in its memory and a quarter as much."""
-        n = self._whole.numel()
-        half = n // 2
+        """Split the whole weight, in its memory, a quarter as much, and a piece.
+
+        Raises:
+            torch.OutOfMemoryError: nothing was changed.
+        """
+        half, piece, waiting = self._room()
         # What `high` and `low` of a piece overwrite was read: first the second half, whose `high` waits, then the first.
-        waiting = self.high.new_empty(half)
-        for part in reversed(_parts(half, n)):
-            at = slice(part.start - half, part.stop - half)
-            split(self._whole[part].clone(), waiting[at], self._low[part], self._ties_of(part))
+        for part in reversed(_parts(half, 2 * half)):
+            self._split_part(part, waiting[part.start - half : part.stop - half], piece)
         for part in _parts(0, half):
-            split(self._whole[part].clone(), self.high[part], self._low[part], self._ties_of(part))
+            self._split_part(part, self.high[part], piece)
         self.high[half:].copy_(waiting)
 
     def join(self) -> None:
-        """The inverse of `split`."""
-        n = self._whole.numel()
-        half = n // 2
-        waiting = self.high[half:].clone()
+        """The inverse of `split`, with the same errors."""
+        half, piece, waiting = self._room()
+        waiting.copy_(self.high[half:])
         for part in reversed(_parts(0, half)):
-            self._join_part(part, self.high[part])
-        for part in _parts(half, n):
-            self._join_part(part, waiting[part.start - half : part.stop - half])
+            self._join_part(part, self.high[part], piece)
+        for part in _parts(half, 2 * half):
+            self._join_part(part, waiting[part.start - half : part.stop - half], piece)
 
     @property
     def parts(self) -> tuple[Tensor, Tensor, Tensor]:
         """High, low and ties of the split weight."""
         return self.high, self._low, self._ties
 
-    def _join_part(self, part: slice, high: Tensor) -> None:
-        piece = self._whole.new_empty(high.numel())
+    def _room(self) -> tuple[int, Tensor, Tensor]:
+        """Half the number of elements, room for a piece in fp32, and for half of `high`: all memory that is needed, before anything
+        changes, because a weight that is half split is lost."""
+        half = self._whole.numel() // 2
+        return half, self._whole.new_empty(min(PIECE, half)), self.high.new_empty(half)
+
+    def _split_part(self, part: slice, high: Tensor, piece: Tensor) -> None:
+        piece = piece[: high.numel()].copy_(self._whole[part])
+        split(piece, high, self._low[part], self._ties_of(part))
+
+    def _join_part(self, part: slice, high: Tensor, piece: Tensor) -> None:
+        piece = piece[: high.numel()]
         join(high, self._low[part], self._ties_of(part), piece)
         self._whole[part].copy_(piece)
 

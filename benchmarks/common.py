@@ -234,7 +234,7 @@ def gathered_bytes(engine: Any) -> int:
     unsharded = engine._unsharded
     held = [h for group in unsharded._groups() for h in group.fsdp_params]
     gathered = sum(t.untyped_storage().nbytes() for h in held for t in h.all_gather_outputs)
-    return gathered + unsharded._in_place.held_bytes
+    return gathered + sum(weight.parts[2].nbytes for weight in unsharded._in_place._split.values())
 
 
 def force_routing(

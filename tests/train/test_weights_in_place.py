@@ -20,7 +20,6 @@ from forebay.train.weights_in_place import SplitWeight
 from tests.ranks import run_ranks
 from tests.train.common import GPU_FAMILIES, MIXED_PRECISION, WIDE, config, differing, figures_of, write_text
 
-
 MESHES: dict[str, dict[str, Any]] = {  # of two processes
     "experts over both, all else in shards": {"ep": 2, "overlap": True},
     "the same, gathered for each use": {"ep": 2, "overlap": True, "reshard": True},
@@ -133,6 +132,56 @@ def test_one_process_gathers_no_large_weight(tmp_path: Path) -> None:
     assert figures == same
     for when, state in wanted.items():
         assert not differing(state, found[when])
+
+
+def test_weights_are_whole_after_a_step_that_failed(tmp_path: Path) -> None:
+    chosen = settings(write_text(tmp_path), "float32", "compute")
+    with sizes(256, 80), Trainer(chosen) as trainer:
+        trainer.step(1)
+        wanted, engine = state_by_name(trainer), trainer.engine
+        assert engine is not None
+        fails = mock.patch.object(engine._runtime, "run", side_effect=RuntimeError("failed"))
+        with fails, pytest.raises(RuntimeError, match="failed"):
+            trainer.step(2)
+        assert engine._unsharded._in_place, "weights were lent when it failed"
+        assert not differing(state_by_name(trainer), wanted)
+        loss = trainer.evaluate()
+        trainer.step(2)
+        model = trainer._model
+    assert loss > 0 and all(local(p.detach()).isfinite().all() for p in model.parameters())  # closed, with all weights
+
+
+def test_a_weight_that_cannot_be_joined_yet_is_joined_once(tmp_path: Path) -> None:
+    chosen = settings(write_text(tmp_path), "float32", "compute")
+    with sizes(256, 80), Trainer(chosen) as trainer:
+        trainer.step(1)
+        wanted = state_by_name(trainer)
+        trainer.gradients(2)  # splits, and changes nothing
+        trainer.optimizer.zero_grad(set_to_none=True)
+        join, calls = SplitWeight.join, list[int]()
+
+        def third_fails(weight: SplitWeight) -> None:
+            calls.append(1)
+            if len(calls) == 3:
+                raise torch.OutOfMemoryError("full")
+            join(weight)
+
+        with mock.patch.object(SplitWeight, "join", third_fails), pytest.raises(torch.OutOfMemoryError):
+            trainer.model  # noqa: B018
+        assert not differing(state_by_name(trainer), wanted)
+
+
+def test_split_weights_are_not_changed_or_saved_as_if_they_were_whole(tmp_path: Path) -> None:
+    chosen = settings(write_text(tmp_path), "float32", "compute")
+    with sizes(256, 80), Trainer(chosen) as trainer:
+        held = trainer.model
+        trainer.step(1)
+        trainer.gradients(2)
+        with pytest.raises(RuntimeError, match=r"call update\(None\) instead of step"):
+            trainer.optimizer.step()
+        saved = {name: local(t).clone() for name, t in held.state_dict().items()}
+        wanted = {name: local(t).clone() for name, t in trainer.model.state_dict().items()}
+        assert not differing(saved, wanted)
 
 
 @pytest.mark.gpu

@@ -54,7 +54,7 @@ class Facts:
         reaches: whether the GPUs of each expert group read each other's memory, by the symmetric dispatcher's kernels; of a
             pipeline alone, whether all processes are on one node.
         takes_rows: whether these kernels take rows of the model's width.
-        gathered: bytes of the weights that one process gathers for a step; 0 where it computes with the weights themselves.
+        gathered: bytes of the weights that one process gathers for a step: not of those that it computes with in place.
         layers: decoder layers of the model.
         container: path of a module that `memory.policy` places and that contains sublayers; None if there is none. A graph runs
             the sublayers, and never such a module.
@@ -196,7 +196,7 @@ def _local_obstacles(c: Config, facts: Facts) -> Iterator[str]:
     yield from _model_obstacles(c, facts)
     if facts.gathered > MOST_GATHERED and c.parallel.reshard is not True:
         size = f"{facts.gathered / 2**30:.1f} GiB"
-        what = f"its weights in {c.model.compute}, gathered for whole steps, would take {size} more"
+        what = f"copies of its smaller weights in {c.model.compute} for whole steps would take {size} more"
         yield f"{what}; parallel.reshard = true gathers those of experts for each use; {_BESIDE}"
     microbatches = c.train.batch // c.microbatch(1)
     nodes = GRAPH_NODES * facts.layers * microbatches

@@ -317,7 +317,8 @@ class Elements:
     """Elements of the parameters that a process computes with.
 
     Attributes:
-        rest, experts: all but those of its experts, and those.
+        rest: of all parameters but its experts'.
+        experts: of its experts.
         frozen: of all that are not trained.
         lent_rest, lent_experts: of `rest` and `experts`, those that are computed with in their shards' memory, not gathered.
         split: of all lent ones, those that are split; see `forebay.train.weights_in_place`.
@@ -452,10 +453,9 @@ class ShardingTime:
 
     def _reduces(self, part: Elements) -> TransferTime:
         s = self.sharing
-        split = part.split if s.replicate == 1 else 0  # an update takes gradients as they are
         if s.ep == 1:
-            return self._reduce(part.rest + part.experts - part.frozen - split, s.data)
-        return self._reduce(part.rest, s.data) + self._reduce(part.experts - split, self._columns)
+            return self._reduce(part.rest + part.experts - part.frozen, s.data, part.split)
+        return self._reduce(part.rest, s.data) + self._reduce(part.experts, self._columns, part.split)
 
     def _gather(self, elements: int, processes: int, once: bool = False) -> TransferTime:
         """Each process casts and sends its shard; what arrives is copied to where parameters live. One process copies twice, or
@@ -466,12 +466,13 @@ class ShardingTime:
         sent = elements * s.compute * (processes - 1) / processes
         return TransferTime(self._clock.moved(moved), sent / self.device.link("all_gather", self._within))
 
-    def _reduce(self, elements: int, processes: int) -> TransferTime:
-        """Gradients are copied in chunks and summed, and the own shard is cast. One process only casts."""
+    def _reduce(self, elements: int, processes: int, split: int = 0) -> TransferTime:
+        """Gradients are copied in chunks and summed, and the own shard is cast. One process only casts, and not those of weights
+        that are split."""
         s = self.sharing
         across = self._across(elements / processes)
         if processes == 1:
-            moved = 0.0 if s.summed == s.parameter else elements * (s.summed + s.parameter)
+            moved = 0.0 if s.summed == s.parameter else (elements - split) * (s.summed + s.parameter)
             if s.replicate > 1 and not s.gathered:  # FSDP2 copies them, divides by 1, and copies again
                 moved += 6 * elements * s.summed
             return TransferTime(self._clock.moved(moved), across)

@@ -73,11 +73,20 @@ def _adamw_kernel(
 def adamw_numbers(
     steps: Sequence[Tensor], lr: float, betas: tuple[float, float], eps: float, weight_decay: float
 ) -> Tensor:
-    """What `split_adamw` computes with: fp64 [W, 9], on the device, for W weights whose updates have the numbers `steps`,
-    fp32 [], from 1.
+    """The numbers of an update, for `split_adamw`.
 
-    The betas, the weight decay of a step, eps, the size of a step and the root of the second moment's bias correction, for the
-    kernel; learning rate, weight decay and number, for its reference.
+    Args:
+        steps: of each of W weights, the number of this step, fp32 [], from 1.
+
+    Returns:
+        fp64 [W, 9], on the device. The kernel reads the first six columns, its reference all but the third, fifth and sixth:
+
+        1, 2. the betas
+        3. the share of a weight that decays
+        4. eps
+        5. the learning rate over the first moment's bias correction
+        6. the root of the second moment's bias correction
+        7, 8, 9. learning rate, weight decay, and the number of the step
     """
     numbers = torch.stack(list(steps))
     given = torch.tensor([*betas, eps, lr, weight_decay], dtype=torch.float64).to(numbers.device, non_blocking=True)

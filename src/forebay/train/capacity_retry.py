@@ -112,8 +112,8 @@ class CapacityRetries:
                 result = gradients()
             self._check_dispatcher(drop)
             retry = CapacityRetry(rows > 0, pages > 0, self._measure_factor() if rows else None)
-        # Before an update that is not launched yet: the first one makes AdamW's moments, in the memory that the pages of the first
-        # step had, which are more than those of later steps.
+        # Before an update that is not launched yet: the first one makes AdamW's moments, in the memory of the first step's pages,
+        # which are more than those of later steps.
         self._end_pages()
         if retry is not None or not ahead:
             applied = apply(result, None)

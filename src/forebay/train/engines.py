@@ -63,8 +63,8 @@ class EngineParts:
         router: counts the routers' choices; None for a dense model.
         balance: coefficient of the load-balancing loss.
         dispatcher: token dispatcher of the experts; None for a dense model.
-        in_place: whoever reads or changes weights between steps calls `GradientEngine.take_weights_back` first, or asks for
-            `GradientEngine.split_weight`; see `forebay.train.weights_in_place`.
+        in_place: compute with weights in their shards' memory (`forebay.train.weights_in_place`). Callers then call
+            `GradientEngine.take_weights_back` before they read or change weights between steps.
     """
 
     model: Any
@@ -100,6 +100,8 @@ class GradientEngine:
     def __init__(self, parts: EngineParts, cut: CutModel):
         self._parts, self._cut, self._device, self._router = parts, cut, parts.mesh.device, parts.router
         self._unsharded = UnshardedStep(parts.model, cut, parts.config.step.reshard, parts.in_place)
+        # A model that somebody held through a step is saved whole.
+        self._before_state_dict = parts.model.register_state_dict_pre_hook(lambda *_: self.take_weights_back())
         self._deferred = DeferredExperts(parts.model)
         self._deferred.store.sums = self._unsharded.expert_sum
 
@@ -149,6 +151,7 @@ class GradientEngine:
             self.cuda_graph.release()
             self.cuda_graph = None
         self._unsharded.close()
+        self._before_state_dict.remove()
         self._deferred.close()
 
     @contextmanager

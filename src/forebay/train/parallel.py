@@ -274,7 +274,8 @@ class ShardedAdamW(torch.optim.AdamW):
     their weights are cast by `update`, a few at a time (`parts_within`), and freed before the next.
 
     Attributes:
-        split_weight: how the memory of a parameter is split (`forebay.train.weights_in_place`); only for a fused update.
+        split_weight: the `SplitWeight` of a parameter that is split now (`forebay.train.weights_in_place`), else None; always
+            None if the update is not fused.
     """
 
     split_weight: Callable[[torch.Tensor], SplitWeight | None] = staticmethod(lambda _: None)
@@ -302,6 +303,18 @@ class ShardedAdamW(torch.optim.AdamW):
                     states = [state for p in weights if (state := self.state[p])]
                     taken += [torch.empty_like(local(state["exp_avg_sq"])) for state in states]
                 del taken
+
+    def step(self, closure: Any = None) -> Any:
+        """As torch's.
+
+        Raises:
+            RuntimeError: a weight is split, which `update` alone can change.
+        """
+        if any(self.split_weight(p) is not None for group in self.param_groups for p in group["params"]):
+            raise RuntimeError(
+                "weights are split in their memory until they are read: call update(None) instead of step()"
+            )
+        return super().step(closure)
 
     @torch.no_grad()
     def update(self, factor: torch.Tensor | None, skip: torch.Tensor | None = None) -> None:

@@ -199,6 +199,7 @@ class Trainer:
         """Take the manager off the model, which stays built, sharded and trained."""
         if self.engine is not None:
             self.engine.close()
+            del self.optimizer.split_weight  # it would keep the engine
         self.memory.detach()
         if self.dispatcher is not None:
             self.dispatcher.close()
@@ -207,9 +208,13 @@ class Trainer:
     @property
     def model(self) -> Any:
         """See the class."""
+        self._take_weights_back()
+        return self._model
+
+    def _take_weights_back(self) -> None:
+        """See `forebay.train.weights_in_place`."""
         if self.engine is not None:
             self.engine.take_weights_back()
-        return self._model
 
     @property
     def pipeline(self) -> PipelinedGradients | None:
@@ -402,7 +407,8 @@ class Trainer:
         return cross_entropy, balance
 
     def forward(self) -> Tensor:
-        """The loss of the first microbatch, with its autograd graph: for a profile of saved tensors. Before the first step."""
+        """The loss of the first microbatch, with its autograd graph: for a profile of saved tensors."""
+        self._take_weights_back()
         microbatch = self._microbatches(self._batches(0))[0]
         return self._loss(microbatch, microbatch[1].numel(), 1)[0]
 
@@ -417,9 +423,10 @@ class Trainer:
         if self._held_out is None:
             raise UsageError("there is no validation data; set train.eval_every and data.validation")
         self._make_room_for_evaluation()
-        model = self.model
+        if self.pipeline is None:  # which runs its stages as a step does
+            self._take_weights_back()
         total, count = 0.0, 0
-        model.eval()
+        self._model.eval()
         try:
             with torch.no_grad(), self._retries.exactly():
                 for number in range(self.config.train.eval_batches):
@@ -433,7 +440,7 @@ class Trainer:
                     # Every pipeline rank has the same targets: count those of the first.
                     count += _with_loss(batch.targets) if self.mesh.pp_rank == 0 else 0
         finally:
-            model.train()
+            self._model.train()
             if self._shards is not None:
                 self._shards.release()
         total, counted = self.mesh.sum(torch.tensor([total, count], dtype=torch.float64, device=self.device)).tolist()

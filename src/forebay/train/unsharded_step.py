@@ -81,7 +81,7 @@ class UnshardedStep:
             for layer in cut.layers:
                 module = layer.experts_module
                 if isinstance(module, FSDPModule) and not self._in_place.has_all(fsdp_group(module)):
-                    layer.experts = partial(_gathered_experts, module, layer.experts)
+                    layer.experts = partial(_gathered_experts, module, layer.experts, self._in_place)
                     self._resharded.append(module)
 
     def gather(self) -> None:
@@ -92,7 +92,7 @@ class UnshardedStep:
         held = [module for module in self._modules if module not in self._resharded]
         if self._is_made:
             self._in_place.lend(self._records())
-            _unshard(held)
+            _unshard(held, self._in_place)
             return
         for module in self._modules:  # FSDP2 makes a gathered parameter when it gathers it for the first time
             module.unshard()
@@ -104,7 +104,9 @@ class UnshardedStep:
         self._is_made = True
 
     def take_weights_back(self) -> None:
-        """Make shards hold their weights in their own dtype again, until the next `gather`; between steps."""
+        """Make shards hold their weights in their own dtype again, until the next `gather`. Not within a step."""
+        for module in self._modules if self._in_place else ():
+            module.reshard()  # a step that failed leaves weights gathered
         self._in_place.take_back()
 
     def split_weight(self, shard: Tensor) -> SplitWeight | None:
@@ -219,7 +221,8 @@ class UnshardedStep:
 
     def close(self) -> None:
         """Remove the hooks, and free gathered parameters that were kept."""
-        self._in_place.take_back()
+        self.take_weights_back()
+        self._in_place.close()
         for group in self._groups() if self._sharded else ():
             for record in group.fsdp_params:
                 if vars(record).pop("free_unsharded_param", None) is not None and group.is_sharded:
@@ -382,10 +385,16 @@ class DeferredExperts:
 
 
 def _gathered_experts(
-    module: Any, experts: Any, rows: Tensor, ids: Tensor, weights: Tensor, max_rows: int | None
+    module: Any,
+    experts: Any,
+    in_place: WeightsInPlace,
+    rows: Tensor,
+    ids: Tensor,
+    weights: Tensor,
+    max_rows: int | None,
 ) -> Tensor:
     """Stage 3 with the weights of `module` gathered for the call, and again for its backward."""
-    unshard = partial(_unshard, [module])
+    unshard = partial(_unshard, [module], in_place)
     unshard()
     # Autograd runs the nodes of a stage from its end to its beginning: gathered before the first, freed after the last.
     rows = _CallInBackward.apply(rows, module.reshard)
@@ -394,8 +403,8 @@ def _gathered_experts(
     return y
 
 
-def _unshard(modules: Iterable[Any]) -> None:
-    """`module.unshard()` of modules that were unsharded before, on the current stream.
+def _unshard(modules: Iterable[Any], in_place: WeightsInPlace) -> None:
+    """`module.unshard()` of modules that were unsharded before, on the current stream. Weights in place are there.
 
     FSDP2 gathers module by module, which takes the host 0.7 ms each while the device has nothing else to do, casts a weight that
     this process has whole to a temporary and copies that, and makes streams wait that would not join a capture again.
@@ -413,8 +422,8 @@ def _unshard(modules: Iterable[Any]) -> None:
     whole = []
     for group in groups:
         for record in group.fsdp_params:
-            if not record.all_gather_outputs:
-                continue  # the weight is in the shard's memory
+            if in_place.is_lent(record):
+                continue
             record.alloc_all_gather_outputs()
             if group.mesh_info.shard_mesh_size > 1:
                 key = group.mesh_info.shard_process_group, record.all_gather_outputs[0].dtype

@@ -43,11 +43,6 @@ class SplitWeight:
         self.high, self._low = whole.view(torch.bfloat16)[:n], whole.view(torch.int16)[n:]
         self._ties = torch.empty(n // BITS, dtype=torch.uint8, device=whole.device)
 
-    @property
-    def ties_bytes(self) -> int:
-        """Bytes that are not in the weight's memory."""
-        return self._ties.nbytes
-
     def split(self) -> None:
         """Split the whole weight, in its memory, a quarter as much, and a piece.
 
@@ -77,8 +72,8 @@ class SplitWeight:
         return self.high, self._low, self._ties
 
     def _room(self) -> tuple[int, Tensor, Tensor]:
-        """Half the number of elements, room for a piece in fp32, and for half of `high`: all memory that is needed, before anything
-        changes, because a weight that is half split is lost."""
+        """Half the number of elements, room for a piece in fp32, and for half of `high`: all memory that is needed, before
+        anything changes, because a weight that is half split is lost."""
         half = self._whole.numel() // 2
         return half, self._whole.new_empty(min(PIECE, half)), self.high.new_empty(half)
 
@@ -103,19 +98,31 @@ class WeightsInPlace:
     """
 
     def __init__(self, groups: Iterable[Any]):
-        self._records = {id(r): r for group in groups for r in group.fsdp_params if may_lend(r, group)}
-        self._gathered: dict[int, tuple[list[Tensor], Tensor]] = {}  # by record that is lent: what FSDP2 gathers to
+        self._allowed = {id(r) for group in groups for r in group.fsdp_params if may_lend(r, group)}
+        self._lent: dict[int, tuple[Any, list[Tensor], Tensor]] = {}  # by shard: the record, and what FSDP2 gathers to
         self._split: dict[int, SplitWeight] = {}  # by shard
 
     def has_all(self, group: Any) -> bool:
         """Whether all weights of a group can be lent: it has nothing to gather."""
-        return all(id(record) in self._records for record in group.fsdp_params)
+        return all(id(record) in self._allowed for record in group.fsdp_params)
+
+    def is_lent(self, record: Any) -> bool:
+        """Whether a gathered weight is in the memory of its shard now."""
+        return id(record.sharded_param) in self._lent
+
+    def __bool__(self) -> bool:
+        """Whether any weight is lent."""
+        return bool(self._lent)
 
     @torch.no_grad()
     def lend(self, records: Iterable[Any]) -> None:
-        """Split what is to be split among `records`, which were gathered before, and let gathered weights be views of shards."""
+        """Split what is to be split among `records`, which were gathered before, and let gathered weights be views of shards.
+
+        Raises:
+            torch.OutOfMemoryError: those that were not reached are not lent.
+        """
         for record in records:
-            if id(record) not in self._records or id(record) in self._gathered:
+            if id(record) not in self._allowed or self.is_lent(record):
                 continue
             # A graph keeps gathered weights. These are kept anyway, and FSDP2's own memory is free until `take_back`.
             vars(record).pop("free_unsharded_param", None)
@@ -123,29 +130,33 @@ class WeightsInPlace:
             gathered, memory = local(record.unsharded_param).detach(), record._sharded_param_data
             if memory.dtype != gathered.dtype:
                 memory = self._split_of(record.sharded_param, memory)
-            self._gathered[id(record)] = record.all_gather_outputs, gathered
+            self._lent[id(record.sharded_param)] = record, record.all_gather_outputs, gathered
             record.all_gather_outputs = []  # FSDP2 allocates and frees nothing
             _point(record.unsharded_param, memory.view(gathered.shape))
 
     @torch.no_grad()
     def take_back(self) -> None:
-        """Join all split weights, and let FSDP2 gather to memory of its own again. Does nothing if nothing is lent."""
-        for key, (outputs, gathered) in self._gathered.items():
-            record = self._records[key]
-            if (weight := self._split.get(id(record.sharded_param))) is not None:
+        """Join all split weights, and let FSDP2 gather to memory of its own again. Does nothing if nothing is lent. All modules
+        are sharded: what FSDP2 gathered to is freed.
+
+        Raises:
+            torch.OutOfMemoryError: some weights are still lent.
+        """
+        for shard, (record, outputs, gathered) in list(self._lent.items()):
+            if (weight := self._split.get(shard)) is not None:
                 weight.join()
+            del self._lent[shard]  # one by one: a weight that is joined twice is lost
             record.all_gather_outputs = outputs
             _point(record.unsharded_param, gathered)
-        self._gathered = {}
 
-    @property
-    def held_bytes(self) -> int:
-        """Bytes that it holds."""
-        return sum(weight.ties_bytes for weight in self._split.values())
+    def close(self) -> None:
+        """Take all weights back, and free what is held beside them."""
+        self.take_back()
+        self._split = {}
 
     def of(self, shard: Tensor) -> SplitWeight | None:
         """The memory of a shard whose weight is split now."""
-        return self._split.get(id(shard)) if self._gathered else None
+        return self._split.get(id(shard)) if id(shard) in self._lent else None
 
     def _split_of(self, shard: Tensor, memory: Tensor) -> Tensor:
         """Split a weight, and return what is computed with."""

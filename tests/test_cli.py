@@ -291,9 +291,10 @@ def test_plan_of_the_largest_model_without_its_weights(plan: Plan) -> None:
     fit = plan(*sets, "--world=512", "--budget=80GiB", code=3)["fit"]
     assert fit["parameters"] == pytest.approx(671e9, rel=1e-3)
     assert len(fit["ranks"]) == 16
-    # AdamW's two moments and the parameters themselves, fp32 shards of all processes, are 12 bytes a parameter.
+    # AdamW's two moments and the parameters themselves, fp32 shards of all processes, are 12 bytes a parameter, and experts that
+    # a process has alone take an eighth of a byte more.
     held = 32 * sum(rank["parameters"] + rank["optimizer"] for rank in fit["ranks"])
-    assert held == pytest.approx(12 * fit["parameters"], rel=0.01)
+    assert held == pytest.approx(12.125 * fit["parameters"], rel=0.01)
 
 
 CONTAINER = '--set=memory.policy={"model.layers.0" = "offload"}'

@@ -84,7 +84,7 @@ TABLE: list[tuple[dict[str, dict[str, Any]], Facts, tuple[bool, bool, bool, floa
     ({"parallel": {"ep": 1}, "memory": {"policy": "recompute"}}, ONE, (True, False, False, 0.0), "fast path: one CUDA graph"),
     ({"parallel": {"ep": 1}, "memory": {"policy": "offload"}}, ONE, (True, False, False, 0.0), "fast path: one CUDA graph"),
     ({"parallel": {"ep": 1, "overlap": True}}, ONE, (True, True, False, 0.0), "fast path: one CUDA graph a step"),
-    ({"parallel": {"ep": 1}}, dataclasses.replace(ONE, gathered=5 << 30), HOST, "its weights in bfloat16, gathered"),
+    ({"parallel": {"ep": 1}}, dataclasses.replace(ONE, gathered=5 << 30), HOST, "copies of its smaller weights in bfloat16"),
     ({"parallel": {"ep": 1, "reshard": True}}, dataclasses.replace(ONE, gathered=5 << 30), (True, False, True, 0.0), "graph"),
     ({"parallel": {"ep": 1}, "optimizer": {"fused": False}}, ONE, HOST, "host-launched: optimizer.fused = false"),
     ({"parallel": {"ep": 1}}, dataclasses.replace(ONE, family="dbrx"), HOST, "host-launched: no model of family 'dbrx'"),

@@ -16,6 +16,7 @@ from forebay.estimate.device import DeviceProfile, load
 from forebay.estimate.layer_time import SUBLAYER_COMPILED
 from forebay.estimate.layers import plan_layers
 from forebay.estimate.plan import fit_run
+from forebay.estimate.state import Sharing
 from forebay.estimate.step_time import StepTime
 from forebay.estimate.trace_cache import TraceCache
 
@@ -230,7 +231,11 @@ def test_the_host_pays_for_what_the_device_does_not_see() -> None:
 
 
 def test_kernels_of_profiled_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What the device did in seven steps of H200s, without their hosts: products of every size, experts, attention, optimizer."""
+    """What the device did in seven steps of H200s, without their hosts: products of every size, experts, attention, optimizer.
+
+    They ran with copies of all weights in bf16.
+    """
+    monkeypatch.setattr(Sharing, "_in_place", lambda sharing, processes: False)
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     runs = json.loads((BENCHMARKS / "results" / "step_kernels.json").read_text("utf-8"))["runs"]
     errors = []

@@ -167,7 +167,8 @@ def test_a_use_that_failed_leaves_no_experts_gathered_for_the_next_step(folder: 
             module = next(block.experts for block in moe_blocks(trainer.model))
             assert calls.count(module) == 1
             if fails:
-                unsharded_step._unshard([module])
+                engine: Any = trainer.engine
+                unsharded_step._unshard([module], engine._unsharded._in_place)
                 for parameter in module.parameters():
                     parameter.detach().fill_(float("nan"))
             records += [trainer.step(number) for number in (2, 3)]

@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from forebay.kernels.split_weights import BITS
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 # Triton's interpreter multiplies the bits of bf16 as if they were integers: those products run on a GPU only.
 PRODUCT_DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if DEVICE == "cuda" else [])]
@@ -33,3 +35,10 @@ def moved_on(t: Tensor) -> Tensor:
     """Contiguous, after an odd number of other values."""
     wide = torch.full((t.numel() + 3,), 77, device=t.device).to(t.dtype)
     return wide[3:].view(t.shape).copy_(t)
+
+
+def split_parts(n: int) -> tuple[Tensor, Tensor, Tensor]:
+    """High, low and ties of a split weight of `n` elements, poisoned."""
+    high = torch.full((n,), float("nan"), device=DEVICE, dtype=torch.bfloat16)
+    low = torch.full((n,), 0x5A5A, device=DEVICE, dtype=torch.int16)
+    return high, low, torch.full((n // BITS,), 0xA5, device=DEVICE, dtype=torch.uint8)

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from forebay.kernels.split_adamw import adamw_numbers, split_adamw
-from forebay.kernels.split_weights import BITS, join, split
-from tests.kernels.common import DEVICE, backends
+from forebay.kernels.split_weights import join, split
+from tests.kernels.common import DEVICE, backends, split_parts
 
 SETTINGS: dict[str, Any] = {"lr": 3.1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
 
@@ -74,11 +74,7 @@ def check(
     is_interpreted = DEVICE == "cpu" and backend == "triton"
     wanted = (rounded if is_interpreted else updated)(tensors, number, factor, skip, settings)
     n = tensors["weight"].numel()
-    parts = (
-        torch.empty(n, device=DEVICE, dtype=torch.bfloat16),
-        torch.empty(n, device=DEVICE, dtype=torch.int16),
-        torch.empty(n // BITS, device=DEVICE, dtype=torch.uint8),
-    )
+    parts = split_parts(n)
     split(tensors["weight"], *parts)
     moments = tensors["mean"].clone(), tensors["square"].clone()
     # The second row is of another step: it is the first that counts.
@@ -136,11 +132,7 @@ def test_more_than_2_31_weights() -> None:
     large = {name: torch.zeros(n, device=DEVICE, dtype=t.dtype) for name, t in tensors.items()}
     for name, tensor in tensors.items():
         large[name][-last:] = tensor
-    parts = (
-        torch.empty(n, device=DEVICE, dtype=torch.bfloat16),
-        torch.empty(n, device=DEVICE, dtype=torch.int16),
-        torch.empty(n // BITS, device=DEVICE, dtype=torch.uint8),
-    )
+    parts = split_parts(n)
     split(large["weight"], *parts)
     numbers = adamw_numbers([torch.tensor(2.0, device=DEVICE)], **SETTINGS)[0]
     split_adamw(parts, large["grad"], (large["mean"], large["square"]), numbers)
@@ -150,13 +142,7 @@ def test_more_than_2_31_weights() -> None:
 
 
 def test_what_is_refused() -> None:
-    n = 16
-    parts = (
-        torch.empty(n, dtype=torch.bfloat16, device=DEVICE),
-        torch.empty(n, dtype=torch.int16, device=DEVICE),
-        torch.empty(n // BITS, dtype=torch.uint8, device=DEVICE),
-    )
-    flat = torch.zeros(n, device=DEVICE)
+    parts, flat = split_parts(16), torch.zeros(16, device=DEVICE)
     numbers = adamw_numbers([torch.ones((), device=DEVICE)], **SETTINGS)[0]
     with pytest.raises(TypeError, match=r"grad must be torch\.float32, got torch\.float16"):
         split_adamw(parts, flat.half(), (flat, flat), numbers)

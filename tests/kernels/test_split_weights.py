@@ -5,18 +5,11 @@ import torch
 from torch import Tensor
 
 from forebay.kernels.split_weights import BITS, join, split
-from tests.kernels.common import DEVICE, backends
+from tests.kernels.common import DEVICE, backends, split_parts
 
 # Upper halves: zero, a denormal, odd, even, the largest finite numbers, infinity; of both signs.
 UPPER = [sign | upper for sign in (0, 0x8000) for upper in (0, 1, 2, 0x3F80, 0x3F81, 0x7F7E, 0x7F7F, 0x7F80)]
 LOWER = [0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF]
-
-
-def pieces(n: int) -> tuple[Tensor, Tensor, Tensor]:
-    """High, low and ties of `n` weights, poisoned."""
-    high = torch.full((n,), float("nan"), device=DEVICE, dtype=torch.bfloat16)
-    low = torch.full((n,), 0x5A5A, device=DEVICE, dtype=torch.int16)
-    return high, low, torch.full((n // BITS,), 0xA5, device=DEVICE, dtype=torch.uint8)
 
 
 def of_bits(bits: Tensor) -> Tensor:
@@ -26,7 +19,7 @@ def of_bits(bits: Tensor) -> Tensor:
 
 
 def check(weight: Tensor, backend: str) -> None:
-    high, low, ties = pieces(weight.numel())
+    high, low, ties = split_parts(weight.numel())
     split(weight, high, low, ties, backend=backend)  # type: ignore[arg-type]
     assert torch.equal(high, weight.bfloat16())
     joined = torch.full_like(weight, float("nan"))
@@ -59,7 +52,7 @@ def test_random_bits(backend: str) -> None:
 @backends
 def test_nan_stays_nan(backend: str) -> None:
     weight = of_bits(torch.tensor([0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001, 0x7FC00000, 0x7FC08000, 0xFF808000, 0, 0]))
-    high, low, ties = pieces(BITS)
+    high, low, ties = split_parts(BITS)
     split(weight, high, low, ties, backend=backend)  # type: ignore[arg-type]
     joined = torch.empty_like(weight)
     join(high, low, ties, joined, backend=backend)  # type: ignore[arg-type]
@@ -85,7 +78,7 @@ def test_parts_of_one_memory(backend: str) -> None:
 def test_more_than_2_31_weights() -> None:
     n = 2**31 + 1024
     weight = torch.randn(n, device=DEVICE)
-    high, low, ties = pieces(n)
+    high, low, ties = split_parts(n)
     split(weight, high, low, ties)
     last = slice(n - (1 << 20), n)
     assert torch.equal(high[last], weight[last].bfloat16())
@@ -95,7 +88,7 @@ def test_more_than_2_31_weights() -> None:
 
 
 def test_what_is_refused() -> None:
-    weight, (high, low, ties) = torch.randn(16, device=DEVICE), pieces(16)
+    weight, (high, low, ties) = torch.randn(16, device=DEVICE), split_parts(16)
     with pytest.raises(ValueError, match="weight must have a multiple of 8 elements, got 15"):
         split(weight[1:], high, low, ties)
     with pytest.raises(ValueError, match=r"high must be \[16\] and contiguous, got \[8\]"):

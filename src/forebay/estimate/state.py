@@ -10,6 +10,7 @@ import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +34,7 @@ CHANNEL_SEND, CHANNEL_RECEIVE = 2 << 20, 10 << 20
 """Bytes that a channel takes more with the first message to a rank, and from one."""
 MESSAGES = 62 << 20
 """Bytes of NCCL's kernels that send messages to one rank."""
+_DTYPES = MappingProxyType({4: torch.float32, 2: torch.bfloat16})  # of `forebay train`, by their bytes
 PEER = 384 << 20
 """Bytes that an all-to-all through NCCL takes for each peer on the host: 0.35 GiB with one, 1.10 with three."""
 
@@ -135,8 +137,7 @@ class Sharing:
     def splits(self, elements: int, processes: int) -> bool:
         """Whether a weight of `elements`, of which `processes` of a replica have parts, is split in its shard's memory; see
         `forebay.train.weights_in_place`."""
-        dtypes = (torch.float32, torch.bfloat16) if (self.parameter, self.compute) == (4, 2) else (torch.bfloat16,) * 2
-        return self._in_place(processes) and is_split(elements, *dtypes)
+        return self._in_place(processes) and is_split(elements, _DTYPES[self.parameter], _DTYPES[self.compute])
 
     def lends(self, elements: int, processes: int) -> bool:
         """Whether such a weight is computed with in its shard's memory, split or not."""

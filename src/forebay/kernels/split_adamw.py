@@ -17,7 +17,16 @@ import triton.language as tl
 from torch import Tensor
 
 from forebay.kernels.launch import Backend, cdiv, launch, use_triton
-from forebay.kernels.split_weights import BITS, check_flat, check_split, join, joined_bits, split, split_bits
+from forebay.kernels.split_weights import (
+    BITS,
+    check_flat,
+    check_split,
+    join,
+    load_joined,
+    places,
+    split,
+    store_split,
+)
 
 _BYTES_OF_TIES = 128  # of a program
 _WARPS = 8
@@ -30,13 +39,10 @@ def _adamw_kernel(
     HAS_FACTOR: tl.constexpr, MAY_SKIP: tl.constexpr, ROWS: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     """`ROWS` bytes of ties and their weights. `numbers_ptr`: a row of `adamw_numbers`."""
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    bit = tl.arange(0, BITS)
-    at = rows[:, None] * BITS + bit[None, :]
+    rows, at = places(ROWS, BITS)
     if MAY_SKIP:
         n = tl.where(tl.load(skip_ptr) == 1.0, 0, n)
     inside = at < n
-    row_inside = rows * BITS < n
     beta1 = tl.load(numbers_ptr).to(tl.float32)
     beta2 = tl.load(numbers_ptr + 1).to(tl.float32)
     decay = tl.load(numbers_ptr + 2).to(tl.float32)
@@ -44,11 +50,7 @@ def _adamw_kernel(
     step_size = tl.load(numbers_ptr + 4).to(tl.float32)
     root = tl.load(numbers_ptr + 5).to(tl.float32)
 
-    high = tl.load(high_ptr + at, mask=inside, other=0).to(tl.int32)
-    low = tl.load(low_ptr + at, mask=inside, other=0).to(tl.int32)
-    packed = tl.load(ties_ptr + rows, mask=row_inside, other=0).to(tl.int32)
-    tie = ((packed[:, None] >> bit[None, :]) & 1) == 1
-    weight = joined_bits(high, low, tie).to(tl.float32, bitcast=True)
+    weight = load_joined(high_ptr, low_ptr, ties_ptr, rows, at, n, BITS).to(tl.float32, bitcast=True)
     grad = tl.load(grad_ptr + at, mask=inside, other=0.0).to(tl.float32)
     if HAS_FACTOR:
         grad = grad * tl.load(factor_ptr)
@@ -62,10 +64,7 @@ def _adamw_kernel(
     denominator = tl.div_rn(tl.sqrt_rn(square), tl.zeros_like(square) + root) + eps
     weight = weight - tl.div_rn(step_size * mean, denominator)
 
-    high, low, tie = split_bits(weight.to(tl.int32, bitcast=True))
-    tl.store(high_ptr + at, high.to(tl.int16), mask=inside)
-    tl.store(low_ptr + at, low.to(tl.int16), mask=inside)
-    tl.store(ties_ptr + rows, tl.sum(tie.to(tl.int32) << bit[None, :], axis=1).to(tl.uint8), mask=row_inside)
+    store_split(weight.to(tl.int32, bitcast=True), high_ptr, low_ptr, ties_ptr, rows, at, n, BITS)
     tl.store(mean_ptr + at, mean, mask=inside)
     tl.store(square_ptr + at, square, mask=inside)
 

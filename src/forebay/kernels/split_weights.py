@@ -25,52 +25,52 @@ _WARPS = 4
 
 
 @triton.jit
-def split_bits(bits):
-    """The upper half of fp32 bits (int32) rounded to bf16, the lower half, and whether it was a tie that was rounded up."""
-    upper = (bits >> 16) & 0xFFFF
-    low = bits & 0xFFFF
-    is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
-    tie = (low == 0x8000) & ((upper & 1) == 1) & (is_nan == 0)
-    up = ((low > 0x8000) & (is_nan == 0)) | tie
-    return tl.where(is_nan, upper | 0x40, upper + up.to(tl.int32)), low, tie
+def places(ROWS: tl.constexpr, BITS: tl.constexpr):
+    """Of this program: its bytes of ties [ROWS], and its weights [ROWS, BITS]."""
+    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    return rows, rows[:, None] * BITS + tl.arange(0, BITS)[None, :]
 
 
 @triton.jit
-def joined_bits(high, low, tie):
-    """The inverse of `split_bits`, of int32 that may have other bits above the lowest 16."""
-    high = high & 0xFFFF
-    low = low & 0xFFFF
+def load_joined(high_ptr, low_ptr, ties_ptr, rows, at, n, BITS: tl.constexpr):
+    """The bits of a split weight, int32, at `places`. All pointers are of integers as wide as their elements."""
+    inside = at < n
+    high = tl.load(high_ptr + at, mask=inside, other=0).to(tl.int32) & 0xFFFF
+    low = tl.load(low_ptr + at, mask=inside, other=0).to(tl.int32) & 0xFFFF
+    packed = tl.load(ties_ptr + rows, mask=rows * BITS < n, other=0).to(tl.int32)
+    tie = ((packed[:, None] >> tl.arange(0, BITS)[None, :]) & 1) == 1
     is_nan = (high & 0x7FFF) > 0x7F80
     up = ((low > 0x8000) & (is_nan == 0)) | tie
     return ((high - up.to(tl.int32)) << 16) | low
 
 
 @triton.jit
-def _split_kernel(weight_ptr, high_ptr, low_ptr, ties_ptr, n, ROWS: tl.constexpr, BITS: tl.constexpr):
-    """`ROWS` bytes of ties and their weights. All pointers are of integers as wide as their elements."""
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    bit = tl.arange(0, BITS)
-    at = rows[:, None] * BITS + bit[None, :]
+def store_split(bits, high_ptr, low_ptr, ties_ptr, rows, at, n, BITS: tl.constexpr):
+    """The inverse of `load_joined`: stores the upper half, rounded, the lower half, and which ties were rounded up."""
     inside = at < n
-    high, low, tie = split_bits(tl.load(weight_ptr + at, mask=inside, other=0))
+    upper = (bits >> 16) & 0xFFFF
+    low = bits & 0xFFFF
+    is_nan = (bits & 0x7FFFFFFF) > 0x7F800000
+    tie = (low == 0x8000) & ((upper & 1) == 1) & (is_nan == 0)
+    up = ((low > 0x8000) & (is_nan == 0)) | tie
+    high = tl.where(is_nan, upper | 0x40, upper + up.to(tl.int32))
     tl.store(high_ptr + at, high.to(tl.int16), mask=inside)
     tl.store(low_ptr + at, low.to(tl.int16), mask=inside)
-    packed = tl.sum(tie.to(tl.int32) << bit[None, :], axis=1)
+    packed = tl.sum(tie.to(tl.int32) << tl.arange(0, BITS)[None, :], axis=1)
     tl.store(ties_ptr + rows, packed.to(tl.uint8), mask=rows * BITS < n)
 
 
 @triton.jit
+def _split_kernel(weight_ptr, high_ptr, low_ptr, ties_ptr, n, ROWS: tl.constexpr, BITS: tl.constexpr):
+    rows, at = places(ROWS, BITS)
+    bits = tl.load(weight_ptr + at, mask=at < n, other=0)
+    store_split(bits, high_ptr, low_ptr, ties_ptr, rows, at, n, BITS)
+
+
+@triton.jit
 def _join_kernel(high_ptr, low_ptr, ties_ptr, weight_ptr, n, ROWS: tl.constexpr, BITS: tl.constexpr):
-    """The inverse of `_split_kernel`."""
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    bit = tl.arange(0, BITS)
-    at = rows[:, None] * BITS + bit[None, :]
-    inside = at < n
-    high = tl.load(high_ptr + at, mask=inside, other=0).to(tl.int32)
-    low = tl.load(low_ptr + at, mask=inside, other=0).to(tl.int32)
-    packed = tl.load(ties_ptr + rows, mask=rows * BITS < n, other=0).to(tl.int32)
-    tie = ((packed[:, None] >> bit[None, :]) & 1) == 1
-    tl.store(weight_ptr + at, joined_bits(high, low, tie), mask=inside)
+    rows, at = places(ROWS, BITS)
+    tl.store(weight_ptr + at, load_joined(high_ptr, low_ptr, ties_ptr, rows, at, n, BITS), mask=at < n)
 
 
 def split(weight: Tensor, high: Tensor, low: Tensor, ties: Tensor, *, backend: Backend = "auto") -> None:
@@ -86,8 +86,7 @@ def split(weight: Tensor, high: Tensor, low: Tensor, ties: Tensor, *, backend: B
         ValueError: a shape, device or layout that does not fit.
         TypeError: a dtype that does not fit.
     """
-    check_split(weight.numel(), high, low, ties)
-    _check_whole(weight, high)
+    _check(weight, high, low, ties)
     if not weight.numel():
         return
     if use_triton(backend, weight):
@@ -99,8 +98,7 @@ def split(weight: Tensor, high: Tensor, low: Tensor, ties: Tensor, *, backend: B
 
 def join(high: Tensor, low: Tensor, ties: Tensor, weight: Tensor, *, backend: Backend = "auto") -> None:
     """Write what `split` split to `weight`. Arguments and errors as those of `split`."""
-    check_split(weight.numel(), high, low, ties)
-    _check_whole(weight, high)
+    _check(weight, high, low, ties)
     if not weight.numel():
         return
     if use_triton(backend, weight):
@@ -147,7 +145,8 @@ def check_flat(name: str, tensor: Tensor, dtype: torch.dtype, length: int, devic
         raise ValueError(f"{name} must be on {device}, got a tensor on {tensor.device}")
 
 
-def _check_whole(weight: Tensor, high: Tensor) -> None:
+def _check(weight: Tensor, high: Tensor, low: Tensor, ties: Tensor) -> None:
+    check_split(weight.numel(), high, low, ties)
     check_flat("weight", weight, torch.float32, weight.numel(), high.device)
 
 

@@ -124,22 +124,18 @@ class GradientEngine:
         graph = self.cuda_graph
         run: Any = self._run if graph is None or self.watcher is not None else graph
         step = partial(self._with_gathered, run, microbatches, count)
-        losses, imbalance = step() if graph is None else graph.on_stream(step)
+        losses, imbalance = self._on_stream(step)
         return losses, imbalance
 
     def take_weights_back(self) -> None:
         """Make the parameters hold all weights in their own dtype, until the next step."""
-        graph = self.cuda_graph
-        if graph is None:
-            self._unsharded.take_weights_back()
-            return
 
         def take_back() -> tuple[Tensor, ...]:
-            with graph.graph_memory():
+            with self._graph_memory():
                 self._unsharded.take_weights_back()
             return ()
 
-        graph.on_stream(take_back)
+        self._on_stream(take_back)
 
     def split_weight(self, parameter: Tensor) -> SplitWeight | None:
         """How the memory of a parameter is split now; None if it holds the weight in its own dtype."""
@@ -172,13 +168,20 @@ class GradientEngine:
             raise RuntimeError(
                 "gradients of another step are still there; set them to None before a step that replays a CUDA graph"
             )
-        graph_memory = nullcontext if graph is None else graph.graph_memory
-        with graph_memory():
+        with self._graph_memory():
             self._unsharded.gather()
         losses, imbalance = run(microbatches, count)
-        with graph_memory():
+        with self._graph_memory():
             self._unsharded.reduce()
         return losses, imbalance
+
+    def _on_stream(self, run: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
+        """`run()` on the stream of the CUDA graph, if there is one."""
+        return run() if self.cuda_graph is None else self.cuda_graph.on_stream(run)
+
+    def _graph_memory(self) -> AbstractContextManager[None]:
+        """See `CudaGraphStep.graph_memory`."""
+        return nullcontext() if self.cuda_graph is None else self.cuda_graph.graph_memory()
 
     def _run(self, microbatches: Microbatches, count: Tensor | int) -> tuple[Tensor, Tensor]:
         """The part of a step that may be captured: it does not synchronize with the device or with other processes' hosts."""

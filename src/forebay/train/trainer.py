@@ -199,7 +199,7 @@ class Trainer:
         """Take the manager off the model, which stays built, sharded and trained."""
         if self.engine is not None:
             self.engine.close()
-            del self.optimizer.split_weight  # it would keep the engine
+            vars(self.optimizer).pop("split_weight", None)  # it would keep the engine
         self.memory.detach()
         if self.dispatcher is not None:
             self.dispatcher.close()

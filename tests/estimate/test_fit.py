@@ -136,7 +136,7 @@ SPREAD: dict[str, Any] = {"parallel": {"ep": 2}}  # with more processes than tha
         (False, "auto", 2, {"data": {"packing": "documents"}}),
         (False, "auto", 2, {"memory": {"policy": "recompute", "recompute": "full"}}),
         (False, "auto", 2, {"memory": {"policy": {"model.layers.0": "recompute"}}}),
-        (False, "auto", 1, {"optimizer": {"fused": False}, "memory": {"policy": "auto", "budget": "1GiB"}}),
+        (True, "auto", 1, {"optimizer": {"fused": False}, "memory": {"policy": "auto", "budget": "1GiB"}}),
         (False, "auto", 4, {**SPREAD, "memory": {"policy": "offload"}}),
         (False, "auto", 4, {**SPREAD, "memory": {"policy": "auto", "budget": "1GiB"}}),
         (False, "auto", 4, {"parallel": {"ep": 2, "capacity_factor": 0}}),

@@ -128,7 +128,7 @@ def test_a_measured_step_of_an_engine_moves_one_call_at_a_time() -> None:
     def away(run: PartRun) -> set[int]:
         return set(run.offloaded)
 
-    manager.begin_step()
+    manager.begin_step(alone=False)
     manager.begin_forward(first := run(attention))
     manager.end_forward(first)
     manager.begin_forward(second := run(experts))

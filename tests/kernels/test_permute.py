@@ -25,10 +25,10 @@ def assert_sorts(ids: Tensor, num_experts: int) -> None:
         assert got[2].tolist() == [sum(key <= e for key in keys) for e in range(num_experts)]
 
 
-# Blocks of 128 slots, chunks of 512.
-@pytest.mark.parametrize("slots", [1, 127, 128, 129, 511, 512, 513, 1030])
+# Chunks of 128 slots.
+@pytest.mark.parametrize("slots", [1, 127, 128, 129, 255, 256, 257, 1030])
 @pytest.mark.parametrize("num_experts", [1, 3, 4, 127])
-def test_sort_around_blocks_and_chunks(slots: int, num_experts: int) -> None:
+def test_sort_around_chunks(slots: int, num_experts: int) -> None:
     assert_sorts(torch.randint(-1, num_experts + 2, (slots, 1)), num_experts)
 
 

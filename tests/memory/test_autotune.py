@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import random
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -21,10 +21,10 @@ from torch import nn
 
 import forebay
 from forebay.memory import autotune
-from forebay.memory.autotune import MAX_TRIAL_STEPS, Autotuner, Trials, TuneState
+from forebay.memory.autotune import MAX_TRIAL_STEPS, Autotuner, Scenario, Trial, Trials, TuneState
 from forebay.memory.host_store import HostStore, Traffic
 from forebay.memory.recorder import Peaks, TimelineRecorder, TimingRecorder, TrialRecorder
-from forebay.memory.solver import fit_link, under_budget
+from forebay.memory.solver import Allowed, Solver, fit_link, offload_all, under_budget
 from forebay.memory.storage import storable, storage_bytes
 from forebay.memory.timeline import Assignment, CallFigures, Key, Plan, Rates, Timeline, TimelineEvent, simulate
 from forebay.policy import BudgetError
@@ -394,6 +394,46 @@ def test_what_leaves_in_a_graph_of_several_microbatches_is_what_the_link_carries
     tuner.plan_again()
     assert tuner.plan is not None and tuner.plan.planned_bytes < before.planned_bytes
     assert tuner.plan.planned_bytes == fit_link(slow, paths).planned_bytes
+
+
+def test_auto_plans_again_within_its_budget_with_the_times_of_a_graph() -> None:
+    """Called steps took long, and the link carried much in them; a graph is faster. What is recomputed is switched with plans."""
+    timeline = timeline_of(random.Random(3), 8)
+    paths = paths_of(timeline)
+    slow = replace(timeline, events=tuple(replace(event, seconds=1.0) for event in timeline.events))
+    lowest = Solver(timeline, Allowed(paths, paths)).lowest()
+    budget = (lowest.peak_bytes + offload_all(timeline, frozenset()).peak_bytes) // 2
+
+    class OfOne(Replayed):
+        def retimed(self, _: Timeline, rates: Rates) -> Timeline:
+            return replace(timeline, out_rate=1e3, back_rate=1e3, events=tuple(reversed_memory(timeline)))
+
+    recomputed: set[str] = set()
+
+    def switch(these: Iterable[str], on: bool) -> None:
+        recomputed.update(these) if on else recomputed.difference_update(these)
+
+    tuner = Autotuner(HostStore(torch.device("cpu")), dict.fromkeys(paths, "auto"), budget, "fit", switch, lambda: None)
+    tuner.timeline, tuner.state = slow, TuneState.FOLLOW
+    first = under_budget(slow, paths, budget, paths, 0.0)
+    tuner._follow(first)
+    tuner._trials = Trials(slow, paths, paths, budget, first)
+    tuner._trials.tried = [Trial("first", Scenario("as measured"), first, 1.0, 1.0, first.peak_bytes + 5)]
+    assert first.planned_bytes and recomputed == first.recompute
+    tuner.recorder = OfOne(0.0)
+    tuner.keep_recorder()
+    tuner.plan_again()
+    assert tuner.plan is not None and tuner.plan is not first
+    assert tuner.plan.planned_bytes < first.planned_bytes and tuner.plan.peak_bytes + 5 <= budget
+    assert recomputed == tuner.plan.recompute > first.recompute
+    assert tuner.timeline is not None and tuner.timeline.out_rate == 1e3
+    assert [e.other for e in tuner.timeline.events] == [e.other for e in slow.events], "memory is that of no plan"
+
+
+def reversed_memory(timeline: Timeline) -> Iterator[TimelineEvent]:
+    """Events whose memory is not that of a step without recomputing."""
+    for event in timeline.events:
+        yield replace(event, other=event.other - 1, transient=event.transient + 1)
 
 
 # --- plans that change from step to step ------------------------------------------------------------------------------

@@ -43,7 +43,7 @@ def test_a_recorded_timeline_has_times_without_waits_and_memory_over_the_base(de
         recorder.after_waits(kind, (path, 0), (before, device.mark()))
         device.rises(top)
         device.clock = start + 3
-        recorder.region_left((path, 0), [4 if path == "c" else 8], False, device.mark)
+        recorder.region_left((path, 0), [4 if path == "c" else 8], False, True, device.mark)
     recorder.idle(device.mark)
     recorder.share(("a", 0), ("b", 0))
     recorder.share(("a", 0), ("c", 0))

@@ -118,17 +118,27 @@ def three_microbatches(folder: str, memory: dict[str, Any], parallel: dict[str, 
 
 @pytest.mark.parametrize(
     "policy",
-    ["keep", "recompute", "offload", {"*.self_attn": "offload", "*.mlp": "offload", "*.mlp.experts": "recompute"}],
+    [
+        "keep",
+        "recompute",
+        "offload",
+        "auto",
+        {"*.self_attn": "offload", "*.mlp": "offload", "*.mlp.experts": "recompute"},
+    ],
     ids=str,
 )
 def test_microbatches_in_turn_have_the_bits_of_plain_steps(folder: str, policy: Any) -> None:
     found = []
+    budget = {"budget": 80_000} if policy == "auto" else {}
     for graph in (False, True):
-        settings = three_microbatches(folder, {"policy": policy, "graph": graph}, {"overlap": False, "reshard": False})
+        memory = {"policy": policy, "graph": graph, **budget}
+        settings = three_microbatches(folder, memory, {"overlap": False, "reshard": False})
         with Trainer(settings) as trainer:
             assert (trainer.engine is not None) == graph
             records = [trainer.step(number) for number in range(1, 5)]
             found.append((state_of(trainer), [figures_of(r) for r in records]))
+            if budget:
+                assert len(set(trainer.memory.placements.values())) > 1
     (state, figures), (same, same_figures) = found
     assert figures == same_figures and not differing(state, same)
 

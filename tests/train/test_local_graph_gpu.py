@@ -8,12 +8,14 @@ import pytest
 from tests.train.common import GPU_FAMILIES, MIXED_PRECISION, config, differing, figures_of, state_of, write_text
 
 STEPS = 20  # where something is offloaded, several graphs are timed first
+TRIALS = 25  # steps more in which plans are tried
 MEMORY: dict[str, dict[str, Any]] = {
     "keep": {},
     "recompute": {"policy": "recompute"},
     "all leaves": {"policy": "offload", "offload": "all"},
     "what fits": {"policy": "offload", "offload": "fit"},
     "mixed": {"policy": {"*.self_attn": "offload", "*.mlp": "offload", "*.mlp.experts": "recompute"}, "offload": "all"},
+    "a budget": {"policy": "auto", "budget": "850MiB"},  # keeping everything takes 1160, recomputing it 600
     "compiled": {"compile": True, "policy": {"*.self_attn": "recompute", "*.mlp": "offload"}, "offload": "all"},
 }
 
@@ -21,9 +23,10 @@ MEMORY: dict[str, dict[str, Any]] = {
 def trained(
     folder: Path, family: str, memory: dict[str, Any], dtypes: dict[str, str], reshard: bool | str, called: bool
 ) -> tuple[Any, Any]:
-    """State and figures after `STEPS`; `called`: no step is replayed."""
+    """State and figures after all steps; `called`: no step is replayed."""
     from forebay.train.trainer import Trainer
 
+    steps = STEPS + TRIALS * ("budget" in memory)
     settings = config(
         folder,
         model={
@@ -32,7 +35,7 @@ def trained(
             "attention": "eager",  # dq of flash attention's backward differs between two calls
             **dtypes,
         },
-        train={"batch": 6, "microbatch": 2, "sequence": 2048, "steps": STEPS, "router_bias_rate": 0.01},
+        train={"batch": 6, "microbatch": 2, "sequence": 2048, "steps": steps, "router_bias_rate": 0.01},
         memory={"graph": "auto", **memory},
         parallel={"overlap": "auto", "reshard": reshard, "capacity_factor": "auto"},
         device={"type": "cuda", "threads": 0},
@@ -40,10 +43,11 @@ def trained(
     with Trainer(settings) as trainer:
         if called:
             trainer.cuda_graph._may_capture = lambda: False
-        records = [trainer.step(number) for number in range(1, STEPS + 1)]
+        records = [trainer.step(number) for number in range(1, steps + 1)]
         state, graph = state_of(trainer), trainer.cuda_graph
         assert (graph.is_captured, graph.eager_reason) == (not called, None)
         assert memory.get("offload") != "all" or trainer.memory.plan.planned_bytes > 0
+        assert "budget" not in memory or {"keep"} < set(trainer.memory.placements.values())
     return state, [figures_of(r) for r in records]
 
 

@@ -264,7 +264,7 @@ def _engine_mistakes(c: Config, engine: str) -> Iterator[str]:
     if c.parallel.pp > 1:
         return
     placements = c.memory.placements
-    known = {"keep", "recompute", "stash"} if c.parallel.overlap else {"keep", "offload", "recompute", "stash"}
+    known = {"keep", "recompute", "stash"} if c.parallel.overlap else {"auto", "keep", "offload", "recompute", "stash"}
     if not placements <= known or c.memory.recompute != "light":
         yield (
             f"{engine} supports memory.policy = {', '.join(map(repr, sorted(known)))} with memory.recompute = 'light', "

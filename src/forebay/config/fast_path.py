@@ -206,7 +206,7 @@ def _local_obstacles(c: Config, facts: Facts) -> Iterator[str]:
     yield from _float32_obstacles(c)
     if not c.optimizer.fused:
         yield f"optimizer.fused = false needs memory beside the graph's; {_BESIDE}"
-    yield from _placement_obstacles(c, facts, {"keep", "offload", "recompute"}, "one GPU")
+    yield from _placement_obstacles(c, facts, {"auto", "keep", "offload", "recompute"}, "one GPU")
 
 
 def _fast(c: Config) -> FastPath:

@@ -40,12 +40,18 @@ and an H200 alike, bf16 moves at 1.5 TB/s (`forebay.kernels.cross_entropy.scale`
 eighteenth draw); on an H200 fp32 at 2.5. Products of halves, as in rotary positions, take 2.2 ps instead of 1.2."""
 _SKINNY = 0.4
 """Share of a copy's bandwidth that a product in fp32 with a router's few columns reaches: 1.4 to 1.9 TB/s for 16 to 32."""
-_MATRICES, _GRADIENTS, _SUMS = 0.82, 0.49, 0.73
-"""Shares of a copy's bandwidth that bound experts with few rows: of `F.grouped_mm` with their matrices (3.4 TB/s), of
-`F.grouped_mm` for the matrices' gradients (2.0), and of what adds gradients to sums: `forebay.kernels.grouped` (3.0), and cuBLAS
-for a head (2.8)."""
-_REREAD = 1.6
-"""Times that a matrix is read at most: the tiles of an expert with many rows share it in the cache."""
+_MATRICES, _SUMS = 0.82, 0.73
+"""Shares of a copy's bandwidth that bound experts with few rows: of `F.grouped_mm` (3.4 TB/s), and of what adds gradients to
+sums: `forebay.kernels.grouped` (3.0), and cuBLAS for a head (2.8)."""
+_PAIRS, _DEPTH, _STORE = 66, 9.3e-9, 2.4e-6
+"""`F.grouped_mm` on an H200: tiles of 256 x 256 that it computes at once, each by two of 132 multiprocessors; seconds of one for
+each element of its inner sums; and seconds to store one, in which nothing is multiplied. Measured: the products of runs 06 and 13
+of the twenty-third draw (`benchmarks/results/captured_kernels.json`). Others' seconds are as many times as long as their rate of
+large products is lower than `_RATE`."""
+_RATE = 660e12
+"""FLOP/s of large ones on an H200, at its power limit."""
+_TILED = 2.2
+"""Exponent with which the times of computing and moving add up: tiles wait for their operands some of the time."""
 _ADDED = 0.87
 """Share of the rate of gradients that their own kernel reaches which adds them to sums."""
 _UNALIGNED = 0.19
@@ -147,6 +153,8 @@ class Clock:
             return math.hypot(moved, _UNVECTORIZED * op.loads) + gap
         rate = self.device.at("matmul_fp32" if self.wide else _RATES[op.kind], op.flops)
         computed = op.flops * op.padding / rate
+        if op.kind.startswith("grouped") and not (self.wide or (self.sums and op.kind == "grouped_weights")):
+            return self._tiled(op) + gap
         match op.kind:
             case "gemm_unaligned":
                 computed /= _UNALIGNED
@@ -154,15 +162,19 @@ class Clock:
                 return (computed**3 + (moved / _SUMS) ** 3) ** (1 / 3) + gap
             case "gemm_fp32" if not self.wide:
                 moved /= _SKINNY
-            case "grouped":
-                moved = self.moved(op.bytes + (min(op.tiles, _REREAD) - 1) * op.matrices) / _MATRICES
             case "grouped_weights" if self.sums:
                 moved = self.moved(op.bytes + (self.sums - 1) * op.matrices) / _SUMS
                 # A tile's products hide a part of another's sums.
                 return ((computed / _ADDED) ** 1.5 + moved**1.5) ** (2 / 3) + gap
-            case "grouped_weights":
-                moved /= _GRADIENTS
         return max(computed, moved) + gap
+
+    def _tiled(self, op: OpCost) -> float:
+        """`F.grouped_mm` in bf16: whole tiles, in turns of all multiprocessors. Large products run at the rate that power allows,
+        that of the largest one in the profile."""
+        turns, moved = -(-op.tiles // _PAIRS), self.moved(op.bytes) / _MATRICES
+        computed = turns * (op.depth * _DEPTH + _STORE) * _RATE / self.device.at("grouped", math.inf)
+        waits = (computed**_TILED + moved**_TILED) ** (1 / _TILED)
+        return max(waits, op.flops / self.device.at(_RATES[op.kind], math.inf))
 
     def _all_to_all(self, count: float) -> float:
         """The transfers within the node and between nodes run at once, or one after the other where rows cross once a node."""
@@ -212,9 +224,9 @@ CUT = 15
 """The same for a sublayer that is split at the token dispatcher."""
 ALL_TO_ALL = 6
 """What an all-to-all adds: 0.09 ms eager (benchmarks/results/ep_exchange_4gpu.md)."""
-STATISTICS = 30
-"""The trainer's statistics of a router's choice take the device as long as so many empty kernels: 14 small ones. The host's part
-is in `SUBLAYER`, which was fitted to such steps."""
+STATISTICS = 13
+"""The trainer's statistics of a router's choice take the device as long as so many empty kernels: four small ones. The host's
+part is in `SUBLAYER`, which was fitted to steps with more of them."""
 OFFLOADED, STASHED = 1.7, 22
 """What each offloaded tensor adds, and what a sublayer's pages add."""
 

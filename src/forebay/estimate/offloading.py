@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from forebay.estimate.allocator import ACTIVATIONS, OPTIMIZER, Block, CachingAllocator
+from forebay.estimate.allocator import ACTIVATIONS, GRADIENTS, OPTIMIZER, Block, CachingAllocator
 from forebay.estimate.parts import Part
 from forebay.estimate.types import PartEvents
 from forebay.memory.solver import fit_link, is_interleaved, offload_all, plan_interleaved
@@ -121,11 +121,13 @@ class OffloadManager:
         """Whether the step is measured for `policy = "auto"`."""
         return self._auto and self._steps <= MEASURED_STEPS
 
-    def begin_step(self) -> None:
+    def begin_step(self, alone: bool) -> None:
+        """`alone`: the trainer's step has one microbatch, which makes the gradients; several find those of the first."""
         self._steps += 1
         self._runs, self._calls = {}, {}
         if self._steps == MEASURED_STEPS:
-            self.before = self._allocator.allocated - self._allocator.by_role[OPTIMIZER]
+            not_before = [OPTIMIZER, GRADIENTS] if alone else [OPTIMIZER]
+            self.before = self._allocator.allocated - sum(self._allocator.by_role[role] for role in not_before)
         if self._steps > MEASURED_STEPS and self._link is not None and self.plan is None:
             self.plan = self._link.plan(self._record.timeline(self._link.rates), frozenset(self._record.paths))
             for key, event in self.plan.release_at.items():

@@ -33,22 +33,30 @@ _REDUCTIONS = frozenset("sum mean amax amin".split())
 _CONVERSIONS = frozenset("_to_copy copy copy_ _softmax _log_softmax _softmax_backward_data".split())
 _SOFTMAX, _SOFTMAX_BACKWARD, _ALIGNED = 1.25, 0.7, 0.56
 """Unvectorized loads, for each element read or written, that take as long as exponentials and reductions of uncompiled torch's
-softmax, and the share of them where rows begin at multiples of 16 bytes. On an H100 rows of 1921 elements take 2.3 ms for 2.8 GB
-forward, and backward 1.4 for a product and 2.2 for 4.2 GB (run 10 of the eighteenth draw); on an H200 aligned ones 0.93 for 1.9.
-"""
+softmax, and the share of them where rows begin at multiples of 16 bytes. On an H100 rows of 1921 elements take backward 1.4 ms
+for a product and 2.2 for 4.2 GB (run 10 of the eighteenth draw); on an H200 769 take 0.05 for 76 MB forward (run 13 of the
+twenty-third)."""
+_LONG, _LONG_SOFTMAX, _LONG_ALIGNED = 1024, 2.4, 0.7
+"""The same for the forward of rows that a block keeps in its registers, of more than `_LONG` elements: 2.3 ms for 2.8 GB of 1921
+on an H100, 0.93 for 1.9 of 3648 and 4.0 for 6.3 of 7040 on H200s."""
 _ROW_PASSES = frozenset("_softmax _log_softmax _softmax_backward_data max amax".split())
 _ROW_PASS_BYTES = 9
 """Bytes an element by which a compiled pass over rows takes longer than its memory: exponentials, and a loop over each row. Of 7
 passes on an H200: 0.37 to 0.53 ms for 105 MB of GPT-OSS's scores with a sink, forward and backward, 6.9 ms for 2.1 GB without."""
-_ROUTE_KERNELS = 20
-"""`forebay.moe.routing.route`, a sort and what is around it, takes as long as so many empty kernels: 20 to 40 microseconds."""
+_ROUTE_KERNELS = 8
+"""`forebay.moe.routing.route`, a sort in four kernels, takes as long as so many empty ones besides what it moves: 8 to 17
+microseconds for 12,288 to 196,608 slots of up to 128 experts on an H200 (benchmarks/results/sort_slots.json)."""
+_BIASES, _BIASES_BACKWARD = 80, 150
+"""What the biases of GPT-OSS's experts add takes as long as so many empty kernels: 85 and 160 microseconds for 3072 tokens and 48
+experts in run 13 of the twenty-third draw, small kernels that build a map of weights, and two products with it."""
 _SPLIT = 1.3
 """Bytes that a run moves over those of one kernel, on average: Inductor splits it where reductions go over other dimensions, as
 in a norm of heads before rotary positions. Measured on the layers of run 08 of the tenth blind draw: 0.7 to 1.9 by sublayer."""
-_ROW_WAIT, _BLOCKS_WAIT, _TOPK_WAIT = 200, 6_700_000, 8_700_000
-"""Unvectorized loads that take as long as what threads of a reduced row wait for each other, the blocks that add rows, and a wave
-of `topk` with the sort of its result. On an H200 0.25 ns (32,768 rows of 64 in 10 microseconds), 8 microseconds (9 to 30 for 2 to
-21 MB), and 11 (14 for 1024 rows, 46 for 16,384), in benchmarks/results/step_kernels.json and run 19 of the eleventh draw."""
+_ROW_WAIT, _BLOCKS_WAIT, _TOPK_WAIT, _SORT_WAIT = 200, 6_700_000, 8_700_000, 3_000_000
+"""Unvectorized loads that take as long as what threads of a reduced row wait for each other, the blocks that add rows, a wave of
+`topk`, and the sort of its result. On an H200 0.25 ns (32,768 rows of 64 in 10 microseconds), 8 microseconds (9 to 30 for 2 to
+21 MB), 11 (14 for 1024 rows, 46 for 16,384), in benchmarks/results/step_kernels.json and run 19 of the eleventh draw, and 4 (18
+and 64 in all, for 3072 rows and 10,240, in runs 13 and 06 of the twenty-third)."""
 _BLOCKS = 32
 """Blocks that a multiprocessor holds at once."""
 _LOGIT_PASSES = 3.35
@@ -238,7 +246,7 @@ def _attention(func: Any, args: Any, kwargs: Any, out: Any) -> list[OpCost]:
     # Backward computes scores, and gradients of queries and keys; gradients of scores, and of values.
     columns = 3 * width + 2 * value_width if backward else width + value_width
     flops = 2 * query.shape[:-1].numel() * value.shape[-2] * columns // (2 if causal else 1)
-    padding = _attention_padding(query, value, causal)
+    padding = _attention_padding(query, value, causal, backward)
     cost = OpCost("attention_backward" if backward else "attention", flops, moved, padding=padding)
     if not backward:
         return [cost]
@@ -257,34 +265,49 @@ def around_attention(query: Tensor, key: Tensor, value: Tensor) -> int:
 
 
 _TILE = 128
-"""Queries and keys of a tile of cuDNN's attention on Hopper; rows of one of `F.grouped_mm`."""
+"""Queries and keys of a tile of cuDNN's attention on Hopper; elements that unaligned GEMMs are padded to."""
+_CLUSTER, _STAGE = 256, 64
+"""Rows and columns of what two multiprocessors of a Hopper GPU compute together of an expert's product in `F.grouped_mm`, two
+tiles of 128 x 256, and the elements of an inner sum that they add at a time: CUTLASS's tiles as torch 2.11 picks them, in the
+kernels' names."""
 _WIDTH = 64
 """Widths of heads are padded to multiples of it."""
 _EXPONENTIALS = 200
 """Columns of a head that take as long as a pair's exponential: heads of 64 take 0.73 of the time of heads of 128, for which rates
 are measured."""
 
-_LAST, _MEASURED = 0.65, 1.08
+_LAST, _MEASURED = 0.65, (1.08, 1.04)
 """Causal attention ends later than if all multiprocessors had equal work: by 0.65 of its longest tile's time, in a simulation of
-blocks that are taken in turn. For the shape whose rates are measured (2 x 32 heads, 4096 tokens) that is a factor of 1.08. Of 13
-shapes in benchmarks/results/step_kernels.json, 10 forwards are within 10 %, three 17 to 40 % short; backwards are 15 to 20 %."""
+blocks that are taken in turn. For the shape whose rates are measured (2 x 32 heads, 4096 tokens) that is a factor of 1.08, and
+of 1.04 in backward, whose blocks are half as long."""
+_NARROW, _GROWTH = 0.73, 1.65
+"""cuDNN's backward takes as long for all columns of a tile, whatever the heads' own: heads of up to 64 take 0.73 of those of up
+to 128, and wider ones grow with this power (192: 1.95). With the tiles above, 12 of 16 shapes are within 8 %, two within 16, and
+two of 512 and 640 tokens take longer (benchmarks/results/captured_kernels.json)."""
 
 
-def _attention_padding(query: Tensor, value: Tensor, causal: bool) -> float:
+def _attention_padding(query: Tensor, value: Tensor, causal: bool, backward: bool) -> float:
     """What attention takes in whole tiles and exponentials, over what its FLOPs would take with heads of 128.
 
-    A multiprocessor takes 128 queries of a head, the shortest of each head first: the last one begins when most are done, and all
-    wait for it (`_LAST`). Query is [B, H, S, D], value [B, H, T, V].
+    A multiprocessor takes 128 queries of a head (64 keys in backward), the shortest of each head first: the last one begins when
+    most are done, and all wait for it (`_LAST`). Query is [B, H, S, D], value [B, H, T, V].
     """
     batch, heads, length, width = query.shape
     rows, keys = -(-length // _TILE), -(-value.shape[2] // _TILE)
     tiles = batch * heads * (rows * (rows + 1) / 2 if causal else rows * keys)
     pairs = batch * heads * length * value.shape[2] / (2 if causal else 1)
-    padded = sum(-(-n // _WIDTH) * _WIDTH for n in (width, value.shape[3]))
-    columns = (padded + _EXPONENTIALS) * 256 / (256 + _EXPONENTIALS)
-    longest = MULTIPROCESSORS * keys
-    taken = max(longest, tiles + _LAST * longest) / _MEASURED
-    return columns / (width + value.shape[3]) * taken * _TILE**2 / pairs
+    longest = MULTIPROCESSORS * keys / (2 if backward else 1)
+    taken = max(longest, tiles + _LAST * longest) / _MEASURED[backward]
+    return _columns_padding(width, value.shape[3], backward) * taken * _TILE**2 / pairs
+
+
+def _columns_padding(width: int, value_width: int, backward: bool) -> float:
+    """The same for the columns of heads."""
+    padded = [-(-n // _WIDTH) * _WIDTH for n in (width, value_width)]
+    if not backward:
+        return (sum(padded) + _EXPONENTIALS) * 256 / (256 + _EXPONENTIALS) / (width + value_width)
+    widest = max(padded)
+    return (_NARROW if widest == _WIDTH else (widest / 128) ** _GROWTH) * 640 / (3 * width + 2 * value_width)
 
 
 def _is_unaligned(matrix: Tensor) -> bool:
@@ -322,7 +345,8 @@ def _waits(base: str, args: Any, sources: list[Tensor], results: list[Tensor]) -
     added, and in each wave of a `topk`, whose blocks take a row each."""
     if base == "topk":
         rows = sources[0].numel() // sources[0].shape[-1]
-        return -(-rows // (_BLOCKS * MULTIPROCESSORS)) * _TOPK_WAIT
+        is_sorted = len(args) < 5 or args[4]
+        return -(-rows // (_BLOCKS * MULTIPROCESSORS)) * (_TOPK_WAIT + is_sorted * _SORT_WAIT)
     if base not in _REDUCTIONS:
         return 0
     return _BLOCKS_WAIT if _adds_rows(args, sources[0]) else _ROW_WAIT * results[0].numel()
@@ -348,10 +372,12 @@ def _joined(moved: int, args: Any, result: Tensor) -> OpCost:
 
 def _softmax(base: str, moved: int, result: Tensor) -> OpCost:
     """The backward of a softmax multiplies the gradient by the output first, in a kernel of its own."""
-    elements = moved // result.element_size() * (1.0 if _is_unaligned(result) else _ALIGNED)
-    if base == "_softmax_backward_data":
-        return OpCost("pointwise", 0, 2 * moved, loads=round(_SOFTMAX_BACKWARD * elements))
-    return OpCost("pointwise", 0, moved, loads=round(_SOFTMAX * elements))
+    is_backward = base == "_softmax_backward_data"
+    factor, aligned = (_SOFTMAX_BACKWARD if is_backward else _SOFTMAX), _ALIGNED
+    if not is_backward and result.shape[-1] > _LONG:
+        factor, aligned = _LONG_SOFTMAX, _LONG_ALIGNED
+    loads = factor * (1.0 if _is_unaligned(result) else aligned) * (moved // result.element_size())
+    return OpCost("pointwise", 0, (1 + is_backward) * moved, loads=round(loads))
 
 
 def _widens(base: str, sources: list[Tensor], results: list[Tensor]) -> bool:
@@ -391,14 +417,20 @@ def _bytes(tensor: Tensor) -> int:
 def _grouped(kind: str, rows: int, inner: int, outer: int, experts: int, size: int) -> OpCost:
     """Rows of `inner` elements times the matrix [inner, outer] of their expert, or the gradient of those matrices.
 
-    An expert's last tile is half empty on average: rates are measured with whole tiles.
+    Rows are spread evenly, and tiles of one expert read its matrix from the cache.
     """
     matrices = size * experts * inner * outer
     moved = size * rows * (inner + outer) + matrices
-    each = max(1, rows) / max(1, min(experts, rows))
-    tiles = max(1.0, each / _TILE + 0.5)
-    padding = tiles * _TILE / each
-    return OpCost(kind, 2 * rows * inner * outer, moved, padding=padding, matrices=matrices, tiles=tiles)
+    used = max(1, min(experts, rows))
+    each = -(-max(1, rows) // used)
+    if kind == "grouped_weights":
+        # The kernel that adds to sums ends each expert's rows with a tile of `_TILE`, half empty on average.
+        height, depth, padding = inner, each, max(1.0, each / _TILE + 0.5) * _TILE / each
+    else:
+        height, depth, padding = each, inner, 1.0
+    tiles = used * -(-height // _CLUSTER) * -(-outer // _CLUSTER)
+    depth = -(-depth // _STAGE) * _STAGE
+    return OpCost(kind, 2 * rows * inner * outer, moved, padding=padding, matrices=matrices, tiles=tiles, depth=depth)
 
 
 def _moved(*elements: int, size: int, kernels: int = 1) -> OpCost:
@@ -420,8 +452,9 @@ def _experts(
     tokens, size = tally.rows(x.shape[0]), x.element_size()
     inner = down.shape[1] if transposed else down.shape[2]
     experts = gate_up.shape[0]
+    biases = 0 if rest[1] is None else _BIASES
     return [
-        _moved(6 * ids.numel(), size=ids.element_size(), kernels=_ROUTE_KERNELS),
+        _moved(6 * ids.numel(), size=ids.element_size(), kernels=_ROUTE_KERNELS + biases),
         _gathered(rows, hidden, size),
         _grouped("grouped", rows, hidden, 2 * inner, experts, size),
         _moved(3 * rows * inner, size=size),
@@ -441,7 +474,7 @@ def _experts_backward(tally: Tally, dy: Tensor, x: Any, h: Any, order: Tensor, *
     inner = down.shape[1] if transposed else down.shape[2]
     experts = gate_up.shape[0]
     gather, combine = _gathered(rows, hidden, size), _moved(tokens * hidden, rows * hidden, size=size)
-    costs = []
+    costs = [] if rest[6] is None else [_moved(kernels=_BIASES_BACKWARD, size=size)]
     if h is None or not h.numel():
         costs += [gather, _grouped("grouped", rows, hidden, 2 * inner, experts, size)]
     costs += [

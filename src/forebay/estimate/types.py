@@ -180,7 +180,8 @@ class OpCost:
         launches: kernels.
         padding: what is computed besides, because kernels compute whole tiles, as a multiple of `flops`: 1 for none.
         matrices: those of the bytes that are experts' matrices.
-        tiles: rows of tiles of an expert, each of which reads its matrix, from the cache where tiles run at once.
+        tiles: of all experts' results, as two multiprocessors compute them together.
+        depth: elements that each element of such a tile is a sum of.
         loads: elements that an unvectorized pointwise kernel reads and writes one by one; also waits that take as long.
     """
 
@@ -190,7 +191,8 @@ class OpCost:
     launches: int = 1
     padding: float = 1.0
     matrices: int = 0
-    tiles: float = 1.0
+    tiles: int = 0
+    depth: int = 0
     loads: int = 0
 
 

@@ -69,7 +69,7 @@ class StepWalk:
 
     def run(self) -> None:
         if self._run.interleaves:
-            self._manager.begin_step()
+            self._manager.begin_step(self._last == 0)
         for action in self._run.actions:
             self._action = str(action)
             match action.kind:
@@ -154,7 +154,7 @@ class StepWalk:
 
     def _begin_managed_step(self) -> None:
         measured = self._manager.measures
-        self._manager.begin_step()
+        self._manager.begin_step(self._last == 0)
         if measured and not self._manager.measures:
             self._allocator.empty_cache()  # before plans are tried
 

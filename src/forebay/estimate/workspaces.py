@@ -19,7 +19,7 @@ WorkspaceStep = tuple[str | int, int]
 """(name, bytes) allocates a buffer, (name, 0) frees it, (number, 0) allocates that result of the operation."""
 MARK = "mark"
 """The name of a step that allocates nothing: its number is a mark of `forebay.estimate.types`."""
-_CHUNK = 512  # slots that a program of sort_slots counts
+_CHUNK = 128  # slots that a program of sort_slots counts
 _THREADS, _WARP, _MOST_VALUES = 512, 32, 256  # of a reduction: threads of a block and of a warp, values a thread sums
 _FEW_TOKENS, _ROWS_A_THREAD = 3072, 10  # of an embedding's backward
 _RESIDENT = 2048  # threads of a multiprocessor of an H100 or H200

@@ -24,11 +24,13 @@ from forebay.kernels.launch import (
     use_triton,
 )
 
-# The sort compares chunks in blocks of 128 x 128 on 4 warps: 128 comparisons a thread at a time, in registers. Longer chunks
-# compare more, shorter ones make the cumulative sum longer.
-_BLOCK = 128
-_BLOCKS_PER_CHUNK = 4
-_CHUNK = _BLOCK * _BLOCKS_PER_CHUNK
+# The sort compares all pairs of a chunk. Longer chunks compare more, shorter ones make the cumulative sum longer. To count, each
+# warp passes all bins through shared memory, so few warps count; to place, a thread has a slot (see `_place_kernel`). On an H200
+# 12,288 to 196,608 slots of 48 to 128 experts take 8 to 17 microseconds so, 64 slots a chunk about as long, and 256 up to 1.4
+# times (benchmarks/results/sort_slots.json).
+_CHUNK = 128
+_COUNT_WARPS = 1
+_PLACE_WARPS = _CHUNK // 32
 # Swept on an H200 at H = 2048, K = 8, bf16 (a device copy there moves 4.24 TB/s). gather_rows: 2048 elements, 512 columns: 5.4
 # TB/s of logical traffic (the cache serves some of a token's K reads); 1024 columns 4.8, 2048 columns 4.5. combine_rows: 1024
 # columns of one token, one 16-byte load a thread for each of its K rows: 4.35; 512 columns 4.31.
@@ -59,29 +61,26 @@ def _count_kernel(ids_ptr, counts_ptr, n_slots, n_experts, n_chunks, BINS: tl.co
 
 @triton.jit
 def _place_kernel(
-    ids_ptr, counts_ptr, ends_ptr, order_ptr, inverse_ptr, offs_ptr,
+    ids_ptr, ends_ptr, order_ptr, inverse_ptr, offs_ptr,
     n_slots, n_experts, n_chunks,
-    BINS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS_PER_CHUNK: tl.constexpr,
+    BINS: tl.constexpr, CHUNK: tl.constexpr,
 ):  # fmt: skip
-    """Rows of BLOCK slots; the first program also writes offs."""
-    chunk = tl.program_id(0) // BLOCKS_PER_CHUNK
-    slots = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    keys = _keys(ids_ptr, slots, n_slots, n_experts)
-    rank = tl.zeros((BLOCK,), tl.int32)
-    for block in tl.static_range(BLOCKS_PER_CHUNK):
-        others = (chunk * BLOCKS_PER_CHUNK + block) * BLOCK + tl.arange(0, BLOCK)
-        other_keys = _keys(ids_ptr, others, n_slots, n_experts)
-        before = others[None, :] < slots[:, None]
-        equal = other_keys[None, :] == keys[:, None]
-        rank += tl.sum((before & equal).to(tl.int32), 1)
+    """Rows of CHUNK slots; the first program also writes offs."""
+    chunk = tl.program_id(0)
+    places = tl.arange(0, CHUNK)
+    slots = chunk * CHUNK + places
     exists = slots < n_slots
+    keys = _keys(ids_ptr, slots, n_slots, n_experts)
     at = keys.to(tl.int64) * n_chunks + chunk
-    begin = tl.load(ends_ptr + at, mask=exists, other=0)
-    begin -= tl.load(counts_ptr + at, mask=exists, other=0)
-    rows = begin + rank
+    begin = tl.load(ends_ptr + at - 1, mask=exists & (at > 0), other=0)
+    # A slot is a column: Triton gives a thread one column, which it sums in registers. A row would lie across all threads, and
+    # each sum be a reduction over them: 1416 instructions instead of 664 (SASS for sm_90, 128 slots, Triton 3.6).
+    before = places[:, None] < places[None, :]
+    equal = keys[:, None] == keys[None, :]
+    rows = begin + tl.sum((before & equal).to(tl.int32), 0)
     tl.store(order_ptr + rows, slots, mask=exists)
     tl.store(inverse_ptr + slots, tl.where(keys == n_experts, -1, rows), mask=exists)
-    if tl.program_id(0) == 0:
+    if chunk == 0:
         bins = tl.arange(0, BINS)
         inside = bins < n_experts
         last = bins.to(tl.int64) * n_chunks + n_chunks - 1
@@ -91,11 +90,12 @@ def _place_kernel(
 def sort_slots(ids: Tensor, num_experts: int, *, backend: Backend = "auto") -> tuple[Tensor, Tensor, Tensor]:
     """Sort slots stably by expert; ids outside [0, num_experts) are sentinels.
 
-    Chunks of 512 slots count their slots by expert, a cumulative sum over (expert, chunk) gives where each begins, and a slot's
-    row is that begin plus the equal slots before it in its chunk. Five short launches; 3 MB of traffic for 131072 slots.
+    Chunks of 128 slots count their slots by expert, a cumulative sum over (expert, chunk) gives where each begins, and a slot's
+    row is that begin plus the equal slots before it in its chunk. Two kernels and the cumulative sum. A slot moves 28 bytes, and
+    its chunk 12 for each expert (131072 slots, 128 experts: 5.3 MB). Each slot is compared with all of its chunk.
 
     Args:
-        ids: [T, K], any integer dtype and strides, fewer than 2**31 - 512 slots.
+        ids: [T, K], any integer dtype and strides, fewer than 2**31 - 128 slots.
 
     Returns:
         order [T*K], row -> slot, sentinels last; inverse [T, K], slot -> row, -1 for a sentinel; offs [E], the end row of each
@@ -123,13 +123,13 @@ def sort_slots(ids: Tensor, num_experts: int, *, backend: Backend = "auto") -> t
     inverse = torch.empty(ids.shape, dtype=torch.int32, device=ids.device)
     offs = torch.empty(num_experts, dtype=torch.int32, device=ids.device)
     launch(
-        _count_kernel, (n_chunks,), ids, counts, n_slots, num_experts, n_chunks, BINS=bins, CHUNK=_CHUNK, num_warps=4
-    )
+        _count_kernel, (n_chunks,), ids, counts, n_slots, num_experts, n_chunks,
+        BINS=bins, CHUNK=_CHUNK, num_warps=_COUNT_WARPS,
+    )  # fmt: skip
     ends = counts.view(-1).cumsum(0, dtype=torch.int32)
     launch(
-        _place_kernel, (cdiv(n_slots, _BLOCK),),
-        ids, counts, ends, order, inverse, offs, n_slots, num_experts, n_chunks,
-        BINS=bins, BLOCK=_BLOCK, BLOCKS_PER_CHUNK=_BLOCKS_PER_CHUNK, num_warps=4,
+        _place_kernel, (n_chunks,), ids, ends, order, inverse, offs, n_slots, num_experts, n_chunks,
+        BINS=bins, CHUNK=_CHUNK, num_warps=_PLACE_WARPS,
     )  # fmt: skip
     return order, inverse, offs
 

@@ -305,7 +305,8 @@ class PlanLookup:
         release_at: dict[EventName, list[Key]] = {}
         for call in timeline.calls:
             # The item that light recomputation makes again was measured and is not saved any more: those after it move up.
-            gone = call.largest if call.light_recompute and call.key[0] in plan.recompute else len(call.items)
+            recomputed = call.light_recompute and call.has_experts and call.key[0] in plan.recompute
+            gone = call.largest if recomputed else len(call.items)
             items[call.key] = call.items[:gone] + call.items[gone + 1 :]
             offload[call.key] = frozenset(i - (i > gone) for i in plan.offload.get(call.key, ()) if i != gone)
         for key, event in plan.release_at.items():
@@ -469,9 +470,7 @@ class Autotuner:
             # Tensors of another placement do not fit the segments of the last one: a run of 14 layers reserved 26.3 GiB after its
             # trials; its recorded history, replayed with this, 23.2. A plan's first step does not count.
             torch.cuda.empty_cache()
-            self._switch_light(self.plan.recompute, False)
             self._follow(self._trials.plan)
-            self._switch_light(self._trials.plan.recompute, True)
         if self._trials.finished:
             self._go(TuneState.FOLLOW)
 
@@ -527,7 +526,6 @@ class Autotuner:
                 f"step, more than the budget of {format_bytes(self._budget)}; raise it to that, or let policy='auto' choose"
             )
         self._follow(plan, recorder.unreached)
-        self._switch_light(plan.recompute, True)
 
     def _plan_auto(self, timeline: Timeline) -> Plan:
         assert self._budget is not None
@@ -555,9 +553,30 @@ class Autotuner:
         timeline = recorder.retimed(self.timeline, self._rates())
         self._corrections = self._corrections + 1 if timeline is not None else _CORRECTIONS
         if timeline is not None:
-            self.timeline = timeline
-            self._follow(self._plan_offload(timeline.on_link(self._link)))
+            self.timeline = self._with_times_of(timeline) if self._auto else timeline
+            self._follow(self._plan_corrected())
             self._trimmed = False
+
+    def _with_times_of(self, retimed: Timeline) -> Timeline:
+        """The timeline with these times, less those of recomputing. Its memory stays that of a step in which nothing was."""
+        assert self.timeline is not None and self.plan is not None
+        events = []
+        for event, new in zip(self.timeline.events, retimed.events, strict=True):
+            call = retimed.calls[event.call]
+            again = call.recompute_seconds if event.kind == "B" and call.key[0] in self.plan.recompute else 0.0
+            events.append(replace(event, seconds=max(new.seconds - again, 0.0), idle=new.idle))
+        return replace(retimed, events=tuple(events))
+
+    def _plan_corrected(self) -> Plan:
+        """The plan by the corrected timeline; of `policy="auto"`, with what the best trial took more than planned."""
+        assert self.timeline is not None and self.plan is not None
+        timeline = self.timeline.on_link(self._link)
+        if not self._auto:
+            return self._plan_offload(timeline)
+        assert self._budget is not None and self._trials is not None
+        excess = max((trial.excess for trial in self.trials if trial.plan is self._trials.plan), default=0)
+        solver = Solver(timeline, Allowed(self._auto | self._offload_paths, self._auto))
+        return solver.solve(int(self._budget * (1 - _PLAN_MARGIN)) - excess) or self.plan
 
     def _rates(self) -> Rates:
         """Rates of the last step's copies. By the plan there is one copy out and one back for each call."""
@@ -577,6 +596,8 @@ class Autotuner:
 
     def _follow(self, plan: Plan, unreached: Mapping[Key, tuple[int, ...]] | None = None) -> None:
         assert self.timeline is not None
+        self._switch_light(self.plan.recompute if self.plan is not None else (), False)
+        self._switch_light(plan.recompute, True)
         self.plan = plan
         self.lookup = PlanLookup.of(plan, self.timeline, self.lookup.unreached if unreached is None else unreached)
 

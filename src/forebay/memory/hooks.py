@@ -233,12 +233,22 @@ class Manager:
         """
         if device != self._device and device.type != "meta":
             self._move_to(device)
-        if not torch.is_grad_enabled():
-            return
+        if torch.is_grad_enabled():
+            self.begins(gathered_bytes(model))
+
+    def begins(self, gathered: int = 0) -> None:
+        """A step begins with the next region, if the last one is over: it is planned now, and what is allocated now is its base.
+
+        Args:
+            gathered: bytes of that memory that are the step's.
+
+        Raises:
+            BudgetError: no plan meets the budget.
+        """
         self._end_step()
         measures = self._budget is not None and self.tuner.state is not TuneState.FOLLOW
         if measures and self._device.type == "cuda" and self._step.finished:
-            self._base = torch.cuda.memory_allocated(self._device) - gathered_bytes(model)
+            self._base = torch.cuda.memory_allocated(self._device) - gathered
 
     def _move_to(self, device: torch.device) -> None:
         """Tickets that are alive stay with the store that holds them."""
@@ -315,14 +325,22 @@ class Manager:
         # Choosing what to keep takes every operation through Python, up to 50 microseconds each.
         chooses = self._recompute == "save-dispatch" and site.dispatches
         mode = "save-dispatch" if chooses else "full"
-        site.wrap(
-            lambda forward: partial(
-                self._run, region, forward, recomputed(forward, mode, site.called_modules, site.module)
-            )
-        )
+
+        def wrapped(forward: Callable[..., Any]) -> Callable[..., Any]:
+            has_experts = region.light is None or forward is not site.front
+            checkpointed = recomputed(forward, mode, site.called_modules, site.module)
+            return partial(self._run, region, forward, checkpointed, has_experts)
+
+        site.wrap(wrapped)
 
     def _run(
-        self, region: Region, forward: Callable[..., Any], checkpointed: Callable[..., Any], *args: Any, **kwargs: Any
+        self,
+        region: Region,
+        forward: Callable[..., Any],
+        checkpointed: Callable[..., Any],
+        has_experts: bool,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
         """A region's forward; `checkpointed` is the same under a checkpoint."""
         if self._around is not None:
@@ -348,7 +366,8 @@ class Manager:
             else:
                 out = self._run_packed(region, call, forward, args, kwargs)
             if (recording := self._recording) is not None:  # once: a thread may begin the next step now
-                recording.region_left(call.key, call.items, region.light is not None, self._transfers.mark)
+                is_light, mark = region.light is not None, self._transfers.mark
+                recording.region_left(call.key, call.items, is_light, has_experts, mark)
                 self._saved_by[call.key] = sum(call.items)
         except BaseException:
             call.abandoned = True  # the traceback holds the call, for as long as the caller keeps it

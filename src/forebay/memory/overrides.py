@@ -282,6 +282,8 @@ class CallSite(Protocol):
     """Switches the region's own, cheaper recomputation of its largest saved tensor; None if it has none."""
     dispatches: bool
     """Whether the region may send tokens to other ranks."""
+    front: Callable[..., Any] | None
+    """What an engine calls before the experts of a MoE sublayer; None if the region is one call."""
     calls: int
     """How often the region was called."""
 
@@ -302,6 +304,7 @@ class ModuleCallSite:
         self.module = module
         self.light_recompute = light_recompute
         self.dispatches = True  # what a whole module does is not known
+        self.front: Callable[..., Any] | None = None
         self.calls = 0
         self._remove: list[Callable[[], None]] = []
 

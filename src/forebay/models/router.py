@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from forebay.kernels.router_stats import router_stats
 from forebay.models.families import MoeBlock, moe_blocks
 
 
@@ -38,7 +39,7 @@ class RouterStats:
     """Records routers through forward hooks, which are installed only within `recording()` and `counting()`.
 
     Attributes:
-        measures_entropy: whether counting also adds up `entropy_sums`, with one softmax of the logits more.
+        measures_entropy: whether counting also adds up `entropy_sums`, which reads the logits.
 
     Raises:
         ValueError: `model` has no MoE block, or one whose router does not return logits and ids.
@@ -191,16 +192,11 @@ class RouterStats:
 
     def _count(self, block: MoeBlock, router: nn.Module, inputs: Any, output: Any) -> None:
         logits, ids = block.routing.logits_and_ids(output)
-        counts = self._counts.get(block.path)
-        if counts is None:
-            counts = torch.zeros(logits.shape[1], dtype=torch.int64, device=ids.device)
-        self._counts[block.path] = _counted(counts, ids.detach())
-        if self.measures_entropy:
-            self._add(block.path + _ENTROPY, _entropy(logits.detach(), ids))
-
-    def _add(self, name: str, counted: Tensor) -> None:
-        previous = self._counts.get(name)
-        self._counts[name] = counted if previous is None else previous + counted
+        path, sums_path = block.path, block.path + _ENTROPY
+        self._counts[path], sums = router_stats(logits, ids, self._counts.get(path), entropy=self.measures_entropy)
+        if sums is not None:
+            previous = self._counts.get(sums_path)
+            self._counts[sums_path] = sums if previous is None else previous + sums
 
     def _count_of(self, block: MoeBlock) -> Tensor:
         counted = self._counts.get(block.path)
@@ -259,16 +255,3 @@ def _joined(parts: Sequence[Tensor], device: torch.device) -> Tensor:
 def _bias(block: MoeBlock) -> Tensor | None:
     bias = getattr(block.router, "e_score_correction_bias", None)
     return bias if isinstance(bias, Tensor) else None
-
-
-def _counted(counts: Tensor, ids: Tensor) -> Tensor:
-    """`counts` [E], int64, and how often each expert is in `ids`. `bincount` would synchronize with the device."""
-    flat = ids.reshape(-1)
-    return counts.scatter_add(0, flat.clamp(min=0), (flat >= 0).to(torch.int64))
-
-
-def _entropy(logits: Tensor, ids: Tensor) -> Tensor:
-    """See `RouterStats.entropy_sums`; float64 [2]."""
-    tokens = (ids >= 0).any(1).double()
-    entropy = torch.special.entr(logits.float().softmax(-1)).sum(-1)
-    return torch.stack([(entropy * tokens).sum(), tokens.sum()])

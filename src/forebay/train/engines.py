@@ -186,7 +186,11 @@ class GradientEngine:
     def _run(self, microbatches: Microbatches, count: Tensor | int) -> tuple[Tensor, Tensor]:
         """The part of a step that may be captured: it does not synchronize with the device or with other processes' hosts."""
         work = [Microbatch(ids, labels, count) for ids, labels in microbatches]
+        if len(work) == 1:
+            self._parts.memory.manager.begins()  # before there are gradients, which several microbatches find
         self._unsharded.begin(sum(ids.numel() for ids, _ in microbatches))
+        if len(work) > 1:
+            self._parts.memory.manager.begins()
         with nullcontext() if self._router is None else self._router.counting():
             losses = self._runtime.run(work, self._cut.hidden, watcher=self.watcher)
         self._unsharded.end(count)
@@ -212,7 +216,7 @@ class GradientEngine:
             ready=lambda: memory.settled,
             around=memory.manager.capturing,
             # A replayed step is faster than the called ones that the manager plans by: the link carries less in it.
-            timed_graphs=_TIMED_GRAPHS if "offload" in config.memory.placements else 0,
+            timed_graphs=_TIMED_GRAPHS if {"offload", "auto"} & config.memory.placements else 0,
             plan_again=memory.manager.plan_again,
             flags=[memory.manager.store.lanes.flags, self._runtime.context.flags, *([] if boxes is None else [boxes])],
             ends=min(_REPLAY_ENDS, _REPLAY_SHARE * config.parallel.timeout),

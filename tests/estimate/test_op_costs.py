@@ -271,7 +271,8 @@ def test_compiled_passes_over_rows_take_longer_than_their_memory() -> None:
 
 
 @pytest.mark.parametrize(
-    ("columns", "loads", "share"), [(64, 0.7, 0.56), (65, 1.25, 1.0), (1025, 2.4, 1.0), (1028, 1.68, 0.56)]
+    ("columns", "loads", "share"),
+    [(64, 0.7, 0.56), (65, 1.25, 1.0), (1025, 2.4, 1.0), (1028, 1.68, 0.56), (8200, 0.7, 0.56)],
 )
 def test_an_uncompiled_softmax_is_one_kernel_and_its_backward_two(columns: int, loads: float, share: float) -> None:
     elements = 2 * 64 * columns

@@ -36,9 +36,9 @@ _SOFTMAX, _SOFTMAX_BACKWARD, _ALIGNED = 1.25, 0.7, 0.56
 softmax, and the share of them where rows begin at multiples of 16 bytes. On an H100 rows of 1921 elements take backward 1.4 ms
 for a product and 2.2 for 4.2 GB (run 10 of the eighteenth draw); on an H200 769 take 0.05 for 76 MB forward (run 13 of the
 twenty-third)."""
-_LONG, _LONG_SOFTMAX, _LONG_ALIGNED = 1024, 2.4, 0.7
-"""The same for the forward of rows that a block keeps in its registers, of more than `_LONG` elements: 2.3 ms for 2.8 GB of 1921
-on an H100, 0.93 for 1.9 of 3648 and 4.0 for 6.3 of 7040 on H200s."""
+_LONG, _LONG_SOFTMAX, _LONG_ALIGNED = (1024, 8192), 2.4, 0.7
+"""The same for the forward of a softmax over rows that a block keeps in its registers, of more elements than the first and no
+more than the second: 2.3 ms for 2.8 GB of 1921 on an H100, 0.93 for 1.9 of 3648 and 4.0 for 6.3 of 7040 on H200s."""
 _ROW_PASSES = frozenset("_softmax _log_softmax _softmax_backward_data max amax".split())
 _ROW_PASS_BYTES = 9
 """Bytes an element by which a compiled pass over rows takes longer than its memory: exponentials, and a loop over each row. Of 7
@@ -374,7 +374,7 @@ def _softmax(base: str, moved: int, result: Tensor) -> OpCost:
     """The backward of a softmax multiplies the gradient by the output first, in a kernel of its own."""
     is_backward = base == "_softmax_backward_data"
     factor, aligned = (_SOFTMAX_BACKWARD if is_backward else _SOFTMAX), _ALIGNED
-    if not is_backward and result.shape[-1] > _LONG:
+    if base == "_softmax" and _LONG[0] < result.shape[-1] <= _LONG[1]:
         factor, aligned = _LONG_SOFTMAX, _LONG_ALIGNED
     loads = factor * (1.0 if _is_unaligned(result) else aligned) * (moved // result.element_size())
     return OpCost("pointwise", 0, (1 + is_backward) * moved, loads=round(loads))

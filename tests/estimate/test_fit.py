@@ -128,6 +128,7 @@ SPREAD: dict[str, Any] = {"parallel": {"ep": 2}}  # with more processes than tha
         (True, "auto", 2, {}),
         (True, "auto", 4, SPREAD),
         (True, "auto", 4, {**SPREAD, "memory": {"policy": "recompute"}}),
+        (True, "auto", 1, {"optimizer": {"fused": False}, "memory": {"policy": "auto", "budget": "1GiB"}}),
         # The first obstacle advises a graph, and a later one refuses it.
         (False, "auto", 2, {"parallel": {"reshard": True}}),
         (False, "auto", 2, {"model": {"loss": "transformers"}}),
@@ -136,7 +137,6 @@ SPREAD: dict[str, Any] = {"parallel": {"ep": 2}}  # with more processes than tha
         (False, "auto", 2, {"data": {"packing": "documents"}}),
         (False, "auto", 2, {"memory": {"policy": "recompute", "recompute": "full"}}),
         (False, "auto", 2, {"memory": {"policy": {"model.layers.0": "recompute"}}}),
-        (True, "auto", 1, {"optimizer": {"fused": False}, "memory": {"policy": "auto", "budget": "1GiB"}}),
         (False, "auto", 4, {**SPREAD, "memory": {"policy": "offload"}}),
         (False, "auto", 4, {**SPREAD, "memory": {"policy": "auto", "budget": "1GiB"}}),
         (False, "auto", 4, {"parallel": {"ep": 2, "capacity_factor": 0}}),

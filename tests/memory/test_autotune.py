@@ -21,7 +21,7 @@ from torch import nn
 
 import forebay
 from forebay.memory import autotune
-from forebay.memory.autotune import MAX_TRIAL_STEPS, Autotuner, Scenario, Trial, Trials, TuneState
+from forebay.memory.autotune import MAX_TRIAL_STEPS, Autotuner, PlanLookup, Scenario, Trial, Trials, TuneState
 from forebay.memory.host_store import HostStore, Traffic
 from forebay.memory.recorder import Peaks, TimelineRecorder, TimingRecorder, TrialRecorder
 from forebay.memory.solver import Allowed, Solver, fit_link, offload_all, under_budget
@@ -396,18 +396,40 @@ def test_what_leaves_in_a_graph_of_several_microbatches_is_what_the_link_carries
     assert tuner.plan.planned_bytes == fit_link(slow, paths).planned_bytes
 
 
-def test_auto_plans_again_within_its_budget_with_the_times_of_a_graph() -> None:
-    """Called steps took long, and the link carried much in them; a graph is faster. What is recomputed is switched with plans."""
-    timeline = timeline_of(random.Random(3), 8)
+class InGraph(Replayed):
+    """Stands for the recorder of a CUDA graph step of `timeline` under the plan in force, which waited for copies."""
+
+    def __init__(self, timeline: Timeline, tuner: Autotuner):
+        super().__init__(waited=0.05)
+        self._timeline, self._tuner = timeline, tuner
+
+    def retimed(self, timeline: Timeline, rates: Rates) -> Timeline:
+        assert self._tuner.plan is not None
+        events = []
+        for given, true in zip(timeline.events[:-1], self._timeline.events, strict=False):
+            call = self._timeline.calls[true.call]
+            again = call.recompute_seconds * (true.kind == "B" and call.key[0] in self._tuner.plan.recompute)
+            # Memory is that of the plan, and not of a step in which nothing is recomputed.
+            taken = min(given.seconds, true.seconds + again)
+            events.append(replace(given, seconds=taken, other=given.other - 1, transient=given.transient + 1))
+        calls = tuple(
+            replace(call, seconds=true.seconds) for call, true in zip(timeline.calls, self._timeline.calls, strict=True)
+        )
+        return replace(timeline, calls=calls, events=(*events, timeline.events[-1]), out_rate=1e3, back_rate=1e3)
+
+
+def test_auto_plans_again_within_its_budget_with_the_times_of_graphs() -> None:
+    """Called steps took three times as long, and the link carried more in them. What is recomputed is switched with plans; three
+    graphs give the times of the first, without what was recomputed in them."""
+    timeline = replace(timeline_of(random.Random(3), 8), out_rate=1e9, back_rate=1e9)
     paths = paths_of(timeline)
-    slow = replace(timeline, events=tuple(replace(event, seconds=1.0) for event in timeline.events))
+    slow = replace(
+        timeline,
+        calls=tuple(replace(call, seconds=3 * call.seconds) for call in timeline.calls),
+        events=tuple(replace(event, seconds=3 * event.seconds) for event in timeline.events),
+    )
     lowest = Solver(timeline, Allowed(paths, paths)).lowest()
     budget = (lowest.peak_bytes + offload_all(timeline, frozenset()).peak_bytes) // 2
-
-    class OfOne(Replayed):
-        def retimed(self, _: Timeline, rates: Rates) -> Timeline:
-            return replace(timeline, out_rate=1e3, back_rate=1e3, events=tuple(reversed_memory(timeline)))
-
     recomputed: set[str] = set()
 
     def switch(these: Iterable[str], on: bool) -> None:
@@ -418,22 +440,34 @@ def test_auto_plans_again_within_its_budget_with_the_times_of_a_graph() -> None:
     first = under_budget(slow, paths, budget, paths, 0.0)
     tuner._follow(first)
     tuner._trials = Trials(slow, paths, paths, budget, first)
-    tuner._trials.tried = [Trial("first", Scenario("as measured"), first, 1.0, 1.0, first.peak_bytes + 5)]
-    assert first.planned_bytes and recomputed == first.recompute
-    tuner.recorder = OfOne(0.0)
-    tuner.keep_recorder()
-    tuner.plan_again()
-    assert tuner.plan is not None and tuner.plan is not first
-    assert tuner.plan.planned_bytes < first.planned_bytes and tuner.plan.peak_bytes + 5 <= budget
-    assert recomputed == tuner.plan.recompute > first.recompute
-    assert tuner.timeline is not None and tuner.timeline.out_rate == 1e3
-    assert [e.other for e in tuner.timeline.events] == [e.other for e in slow.events], "memory is that of no plan"
+    took = first.peak_bytes + 5, first.peak_bytes - 9
+    tuner._trials.tried = [Trial("first", Scenario("as measured"), first, 1.0, 1.0, peak) for peak in took]
+    for _ in range(3):
+        assert tuner.plan is not None and recomputed == tuner.plan.recompute
+        tuner.recorder = InGraph(timeline, tuner)
+        tuner.keep_recorder()
+        tuner.plan_again()
+        assert tuner.plan is not first and tuner.plan.peak_bytes + 5 <= budget
+        assert tuner.timeline is not None and tuner.timeline.out_rate == 1e3
+        assert [e.other for e in tuner.timeline.events] == [e.other for e in slow.events], "memory is that of no plan"
+        seconds = [event.seconds for event in tuner.timeline.events]
+        assert seconds[:-1] == pytest.approx([event.seconds for event in timeline.events[:-1]])
+        assert seconds[-1] == slow.events[-1].seconds
+    assert recomputed and tuner.plan is not None and recomputed == tuner.plan.recompute
 
 
-def reversed_memory(timeline: Timeline) -> Iterator[TimelineEvent]:
-    """Events whose memory is not that of a step without recomputing."""
-    for event in timeline.events:
-        yield replace(event, other=event.other - 1, transient=event.transient + 1)
+def test_only_a_call_with_experts_makes_its_largest_item_again() -> None:
+    """An engine calls a MoE sublayer in two stages; one switch turns light recomputation on for both."""
+    front = CallFigures(("mlp", 0), (9, 4), 1.0, light_recompute=True, has_experts=False)
+    experts = replace(front, key=("mlp", 1), has_experts=True)
+    assert (front.largest, front.recompute_frees, front.recompute_seconds) == (-1, 0, 0.0)
+    assert (experts.largest, experts.recompute_frees) == (0, 9) and experts.recompute_seconds > 0
+    events = tuple(TimelineEvent(kind, call, 1.0) for kind, call in (("F", 0), ("F", 1), ("B", 1), ("B", 0)))
+    timeline = Timeline((front, experts), events, 1e9, 1e9)
+    plan = replace(offload_all(timeline, frozenset({"mlp"})), recompute=frozenset({"mlp"}))
+    lookup = PlanLookup.of(plan, timeline, {})
+    assert lookup.items == {("mlp", 0): (9, 4), ("mlp", 1): (4,)}
+    assert lookup.offload == {("mlp", 0): frozenset({0, 1}), ("mlp", 1): frozenset({0})}
 
 
 # --- plans that change from step to step ------------------------------------------------------------------------------

@@ -297,6 +297,22 @@ def test_all_give_it_up_if_one_does(pretence: Pretence) -> None:
     assert len(engine.calls) == 6
 
 
+@pytest.mark.parametrize("graphs", [0, 1])
+def test_no_graph_is_timed_if_its_plan_moves_nothing(pretence: Pretence, graphs: int) -> None:
+    """From the first graph on, or since the plan that the first one's times made."""
+    timed_captures: list[bool] = []
+
+    @contextmanager
+    def around(timed: bool) -> Any:
+        timed_captures.append(timed)
+        yield
+
+    engine = Engine(pretence, around=around, timed_graphs=3, moves=lambda: pretence.graphs < graphs)
+    for _ in range(3 + 2 * graphs + 1):
+        engine.run(3, 5)
+    assert timed_captures == [True] * graphs + [False] and engine.step.is_captured
+
+
 def test_graphs_that_are_timed_make_another_plan_and_are_captured_anew(pretence: Pretence) -> None:
     timed_captures: list[bool] = []
     plans: list[int] = []

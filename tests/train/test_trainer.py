@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 from unittest import mock
 from unittest.mock import MagicMock
@@ -17,7 +18,7 @@ from forebay.train import hf_io
 from forebay.train.distributed import pick_device
 from forebay.train.hf_io import balance_coefficient
 from forebay.train.trainer import Trainer, decay_groups, lr_factor
-from tests.train.common import CPU, DENSE, GLM, MODEL, differing, state_of
+from tests.train.common import CPU, DENSE, GLM, MODEL, config, differing, state_of, write_text
 
 PLAIN = {"experts": "transformers", "loss": "transformers"}
 BIASED = {"family": "glm4_moe", "config": {**GLM, "num_hidden_layers": 1, "first_k_dense_replace": 0}}
@@ -214,3 +215,35 @@ def test_a_vocabulary_that_is_too_small_is_refused_before_data_is_read(tiny: Cal
         pytest.raises(UsageError, match="vocab_size is 64, but the tokenizer has 257 ids"),
     ):
         Trainer(config)
+
+
+def test_reading_ahead_changes_nothing_and_keeps_errors_to_their_step(tmp_path: Path) -> None:
+    """A step that runs again reads the same batch, a step out of turn its own, and nothing is read after the last one."""
+    found, folder = [], write_text(tmp_path)
+    for ahead in (False, True):
+        reads: list[int] = []
+        with Trainer(config(folder, train={"steps": 3})) as trainer:
+            batches = trainer._batches
+
+            def read(number: int, batches: Any = batches, reads: list[int] = reads) -> Any:
+                reads.append(number)
+                if reads.count(2) == 1 and number == 2:
+                    raise OSError("the file is gone")
+                return batches(number)
+
+            trainer._batches = read  # type: ignore[assignment]
+            if not ahead:
+                trainer._read_ahead = lambda _: None  # type: ignore[method-assign]
+            losses = [float(trainer.gradients(1)[0]), float(trainer.gradients(1)[0])]
+            trainer.discard()
+            losses += [trainer.step(number).cross_entropy_loss for number in (1, 2)]
+            if ahead:
+                assert reads == [0, 0, 0, 1, 2], "the third step's failed, ahead of it"
+            else:
+                with pytest.raises(OSError, match="the file is gone"):
+                    trainer.step(3)
+            losses.append(trainer.step(3).cross_entropy_loss)
+            assert reads[-1] == 2 and len(set(losses[:3])) == 1
+        found.append((losses, state_of(trainer)))
+    (losses, state), (same, same_state) = found
+    assert losses == same and not differing(state, same_state)

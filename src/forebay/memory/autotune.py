@@ -23,7 +23,17 @@ from forebay.memory.solver import (
     plan_interleaved,
     under_budget,
 )
-from forebay.memory.timeline import Assignment, CallFigures, EventName, Key, Plan, Rates, Timeline, simulate
+from forebay.memory.timeline import (
+    Assignment,
+    CallFigures,
+    EventName,
+    Key,
+    Plan,
+    Rates,
+    Timeline,
+    TimelineEvent,
+    simulate,
+)
 from forebay.policy import RECOMPUTE_AND_OFFLOAD, BudgetError, PolicyError, format_bytes
 
 MAX_TRIAL_STEPS = 40  # steps of all trials together, those that do not count included
@@ -320,7 +330,7 @@ class TuneState(enum.Enum):
 
     MEASURE = "measure"  # everything that may be offloaded is, one call at a time, and the step is recorded
     TRY = "try"  # plans are tried: policy="auto" on a GPU
-    FOLLOW = "follow"  # a plan stays; where microbatches alternate, the times of its first steps correct it
+    FOLLOW = "follow"  # a plan stays; the times of graphs correct it, or of its first steps where microbatches alternate
 
 
 _TRANSITIONS = frozenset(
@@ -550,33 +560,46 @@ class Autotuner:
     def _correct(self, recorder: TimingRecorder) -> None:
         """Plan with the times of the step that was just run as planned."""
         assert self.timeline is not None
-        timeline = recorder.retimed(self.timeline, self._rates())
+        timeline = recorder.retimed(self._as_run(self.timeline), self._rates())
         self._corrections = self._corrections + 1 if timeline is not None else _CORRECTIONS
         if timeline is not None:
-            self.timeline = self._with_times_of(timeline) if self._auto else timeline
+            self.timeline = self._as_measured(timeline, self.timeline)
             self._follow(self._plan_corrected())
             self._trimmed = False
 
-    def _with_times_of(self, retimed: Timeline) -> Timeline:
-        """The timeline with these times, less those of recomputing. Its memory stays that of a step in which nothing was."""
-        assert self.timeline is not None and self.plan is not None
-        events = []
-        for event, new in zip(self.timeline.events, retimed.events, strict=True):
-            call = retimed.calls[event.call]
-            again = call.recompute_seconds if event.kind == "B" and call.key[0] in self.plan.recompute else 0.0
-            events.append(replace(event, seconds=max(new.seconds - again, 0.0), idle=new.idle))
-        return replace(retimed, events=tuple(events))
+    def _as_run(self, timeline: Timeline) -> Timeline:
+        """The timeline with what the plan in force recomputes. In the measured step, nothing was that a plan chooses to."""
+        again = [event.seconds + self._again(timeline, event) for event in timeline.events]
+        events = (replace(event, seconds=seconds) for event, seconds in zip(timeline.events, again, strict=True))
+        return replace(timeline, events=tuple(events))
+
+    def _as_measured(self, retimed: Timeline, before: Timeline) -> Timeline:
+        """The inverse of `_as_run` for new times. If plans choose what is recomputed, memory stays that of a step in which
+        nothing was, and so does the last event, which has no new time."""
+        if not self._auto:
+            return retimed
+        events = [
+            replace(old, seconds=max(new.seconds - self._again(retimed, new), 0.0), idle=new.idle)
+            for old, new in zip(before.events[:-1], retimed.events, strict=False)
+        ]
+        return replace(retimed, events=(*events, before.events[-1]))
+
+    def _again(self, timeline: Timeline, event: TimelineEvent) -> float:
+        """Seconds in which the plan in force recomputes in an event."""
+        assert self.plan is not None
+        call = timeline.calls[event.call]
+        return call.recompute_seconds if event.kind == "B" and call.key[0] in self.plan.recompute else 0.0
 
     def _plan_corrected(self) -> Plan:
-        """The plan by the corrected timeline; of `policy="auto"`, with what the best trial took more than planned."""
+        """The plan by the corrected timeline; of `policy="auto"`, with the most that a trial took more than planned."""
         assert self.timeline is not None and self.plan is not None
         timeline = self.timeline.on_link(self._link)
         if not self._auto:
             return self._plan_offload(timeline)
-        assert self._budget is not None and self._trials is not None
-        excess = max((trial.excess for trial in self.trials if trial.plan is self._trials.plan), default=0)
+        assert self._budget is not None
+        excess = max((trial.excess for trial in self.trials), default=0)
         solver = Solver(timeline, Allowed(self._auto | self._offload_paths, self._auto))
-        return solver.solve(int(self._budget * (1 - _PLAN_MARGIN)) - excess) or self.plan
+        return solver.solve(int(self._budget * (1 - _PLAN_MARGIN)) - max(0, excess)) or self.plan
 
     def _rates(self) -> Rates:
         """Rates of the last step's copies. By the plan there is one copy out and one back for each call."""

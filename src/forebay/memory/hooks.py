@@ -234,13 +234,13 @@ class Manager:
         if device != self._device and device.type != "meta":
             self._move_to(device)
         if torch.is_grad_enabled():
-            self.begins(gathered_bytes(model))
+            self.step_begins(gathered_bytes(model))
 
-    def begins(self, gathered: int = 0) -> None:
+    def step_begins(self, own: int = 0) -> None:
         """A step begins with the next region, if the last one is over: it is planned now, and what is allocated now is its base.
 
         Args:
-            gathered: bytes of that memory that are the step's.
+            own: bytes of that memory that are the step's; negative: as many that are not there yet are not the step's.
 
         Raises:
             BudgetError: no plan meets the budget.
@@ -248,7 +248,7 @@ class Manager:
         self._end_step()
         measures = self._budget is not None and self.tuner.state is not TuneState.FOLLOW
         if measures and self._device.type == "cuda" and self._step.finished:
-            self._base = torch.cuda.memory_allocated(self._device) - gathered
+            self._base = torch.cuda.memory_allocated(self._device) - own
 
     def _move_to(self, device: torch.device) -> None:
         """Tickets that are alive stay with the store that holds them."""

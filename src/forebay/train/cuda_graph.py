@@ -65,6 +65,7 @@ class CudaGraphStep:
         around: around(timed) is the context of the capture.
         timed_graphs: number of graphs to time, one after the other; the same on all processes.
         plan_again: called after the replays of each timed graph, before the next capture, to plan by the measured times.
+        moves: whether the plan moves anything: if on no process, no graph is timed any more.
         flags: what streams of the graph wait for, of this process and of others.
         ends: seconds within which the first replay has to end, and again once it is made to. A process that waits for another one
             longer than both gives up. Steps that take more than half of it when called are not captured.
@@ -92,6 +93,7 @@ class CudaGraphStep:
         around: Callable[[bool], AbstractContextManager[None]] = lambda timed: nullcontext(),
         timed_graphs: int = 0,
         plan_again: Callable[[], None] = lambda: None,
+        moves: Callable[[], bool] = lambda: True,
         flags: Sequence[Waits] = (),
         ends: float = 300.0,
         alone: bool = False,
@@ -102,7 +104,7 @@ class CudaGraphStep:
         self.peak_bytes = self.result_bytes = 0
         self._body, self._states, self._device, self._version = body, list(states), device, version
         self._all_agree, self._ready, self._around, self._flags = all_agree, ready, around, flags
-        self._timed_graphs, self._plan_again = timed_graphs, plan_again  # graphs still to be timed
+        self._timed_graphs, self._plan_again, self._moves = timed_graphs, plan_again, moves  # graphs still to be timed
         self._ends, self._alone, self._forget, self._take_peak = ends, alone, forget, take_peak
         self._replays = 0  # of a timed graph
         self._too_long = 0  # called steps, when a capture was due
@@ -233,6 +235,8 @@ class CudaGraphStep:
             return False
         # A replay of a step that takes as long as a process may wait for another one looks like a deadlock.
         if self._all_agree(self._alone or 2 * self._called_seconds() <= self._ends):
+            if self._timed_graphs and self._all_agree(not self._moves()):
+                self._timed_graphs = 0
             return True
         self._too_long += 1
         if self._too_long == _CALLS:  # not one step alone, which something may have held up

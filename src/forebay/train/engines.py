@@ -95,6 +95,7 @@ class GradientEngine:
     watcher: Watcher | None = None
     _runtime: PipelineRuntime
     _balance: Balance | None = None
+    _begun = 0  # bytes of gradients that a step allocated before its first microbatch
     _boxes: PeerMailboxes | None = None
 
     def __init__(self, parts: EngineParts, cut: CutModel):
@@ -186,16 +187,17 @@ class GradientEngine:
     def _run(self, microbatches: Microbatches, count: Tensor | int) -> tuple[Tensor, Tensor]:
         """The part of a step that may be captured: it does not synchronize with the device or with other processes' hosts."""
         work = [Microbatch(ids, labels, count) for ids, labels in microbatches]
-        if len(work) == 1:
-            self._parts.memory.manager.begins()  # before there are gradients, which several microbatches find
+        held = self._allocated()
         self._unsharded.begin(sum(ids.numel() for ids, _ in microbatches))
-        if len(work) > 1:
-            self._parts.memory.manager.begins()
+        self._begun = self._allocated() - held
         with nullcontext() if self._router is None else self._router.counting():
             losses = self._runtime.run(work, self._cut.hidden, watcher=self.watcher)
         self._unsharded.end(count)
         imbalance = self._finish()
         return losses.sum() if losses is not None else torch.zeros((), device=self._device), imbalance
+
+    def _allocated(self) -> int:
+        return torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else 0
 
     def _capture(self) -> None:
         """Capture steps from now on, if the configuration says so."""
@@ -218,6 +220,7 @@ class GradientEngine:
             # A replayed step is faster than the called ones that the manager plans by: the link carries less in it.
             timed_graphs=_TIMED_GRAPHS if {"offload", "auto"} & config.memory.placements else 0,
             plan_again=memory.manager.plan_again,
+            moves=lambda: memory.plan is not None and memory.plan.planned_bytes > 0,
             flags=[memory.manager.store.lanes.flags, self._runtime.context.flags, *([] if boxes is None else [boxes])],
             ends=min(_REPLAY_ENDS, _REPLAY_SHARE * config.parallel.timeout),
             alone=mesh.size == 1,
@@ -255,11 +258,18 @@ class LocalGradients(GradientEngine):
         if parts.router is not None:
             self._balance = LocalBalance(balance_loss, parts.balance, self._device)
         plan = local_plan(microbatches_of(parts.config, parts.mesh), parts.config.step.overlap)
-        stage = Stage(cut.layers, cut.prologue, cut.epilogue)
+        prologue = self._budgeted_prologue if parts.config.memory.policy == "auto" else cut.prologue
+        stage = Stage(cut.layers, prologue, cut.epilogue)
         self._runtime = PipelineRuntime(
             {0: stage}, plan, 0, None, self._device, balance=self._balance, weights=self._deferred.store
         )
         self._capture()
+
+    def _budgeted_prologue(self, microbatch: Microbatch) -> Tensor:
+        """The prologue, where a budget counts from. A single microbatch makes the gradients, and of several all find them."""
+        several = microbatches_of(self._parts.config, self._parts.mesh) > 1
+        self._parts.memory.manager.step_begins(-self._unsharded.missing_gradients() if several else self._begun)
+        return self._cut.prologue(microbatch)
 
 
 def captures(config: Config, mesh: Mesh) -> bool:

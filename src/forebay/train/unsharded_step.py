@@ -201,6 +201,12 @@ class UnshardedStep:
             return any(p.grad is not None for p in self._model.parameters())
         return any(record.sharded_param.grad is not None for record in self._records())
 
+    def missing_gradients(self) -> int:
+        """Bytes of gradients that the first backward of a step still allocates: `begin` has allocated those of shards."""
+        if self._sharded:
+            return 0
+        return sum(p.nbytes for p in self._model.parameters() if p.requires_grad and p.grad is None)
+
     def take_gradients(self) -> UnreducedGradients:
         """Remove and return what the step left before `reduce`."""
         left = []

@@ -330,7 +330,7 @@ class TuneState(enum.Enum):
 
     MEASURE = "measure"  # everything that may be offloaded is, one call at a time, and the step is recorded
     TRY = "try"  # plans are tried: policy="auto" on a GPU
-    FOLLOW = "follow"  # a plan stays; the times of graphs correct it, or of its first steps where microbatches alternate
+    FOLLOW = "follow"  # a plan stays; graphs correct it by their times, or its first steps where microbatches alternate
 
 
 _TRANSITIONS = frozenset(

@@ -155,8 +155,8 @@ def test_overrides(tmp_path: Path) -> None:
             ["memory.graph", "parallel.dispatch = 'nccl'"],
         ),
         (
-            with_key("memory", graph=True, policy="auto", budget="1GiB"),
-            ["memory.graph = true supports", "'offload'", "auto"],
+            with_key("memory", graph=True, policy="auto", budget="1GiB") | {"parallel": {"overlap": True}},
+            ["supports memory.policy = 'keep', 'recompute', 'stash'", "not auto"],
         ),
         (with_key("memory", graph="yes"), ["memory.graph = 'yes'", "valid are auto, true or false"]),
         (with_key("memory", graph=1), ["memory.graph", "true or false or a text"]),

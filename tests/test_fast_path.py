@@ -91,7 +91,8 @@ TABLE: list[tuple[dict[str, dict[str, Any]], Facts, tuple[bool, bool, bool, floa
     # A dense model has no grouped products.
     ({"parallel": {"ep": 1}, "model": {"compute": ""}}, dataclasses.replace(ONE, family="llama"), HOST, "of family 'llama'"),
     ({"parallel": {"ep": 1}, "train": {"batch": 64}}, dataclasses.replace(ONE, family="llama", layers=48), HOST, "'llama' ran"),
-    ({"parallel": {"ep": 1}, "memory": {"policy": "auto", "budget": "1GiB"}}, ONE, HOST, "memory.policy with 'auto'"),
+    ({"parallel": {"ep": 1}, "memory": {"policy": "auto", "budget": "1GiB"}}, ONE, (True, False, False, 0.0), "one CUDA graph"),
+    ({"parallel": {"ep": 2}, "memory": {"policy": "auto", "budget": "1GiB"}}, TWO, (False, False, True, 2.0), "with 'auto' did"),
     ({"parallel": {"ep": 1}, "memory": {"policy": "recompute", "recompute": "full"}}, ONE, HOST, "memory.recompute = 'full'"),
     ({"parallel": {"ep": 1}}, TWO, HOST, "host-launched: steps of several processes"),
     # Without a GPU, or with a graph turned off, there is nothing to say.

@@ -153,8 +153,6 @@ class Clock:
             return math.hypot(moved, _UNVECTORIZED * op.loads) + gap
         rate = self.device.at("matmul_fp32" if self.wide else _RATES[op.kind], op.flops)
         computed = op.flops * op.padding / rate
-        if op.kind.startswith("grouped") and not (self.wide or (self.sums and op.kind == "grouped_weights")):
-            return self._tiled(op) + gap
         match op.kind:
             case "gemm_unaligned":
                 computed /= _UNALIGNED
@@ -166,6 +164,8 @@ class Clock:
                 moved = self.moved(op.bytes + (self.sums - 1) * op.matrices) / _SUMS
                 # A tile's products hide a part of another's sums.
                 return ((computed / _ADDED) ** 1.5 + moved**1.5) ** (2 / 3) + gap
+            case "grouped" | "grouped_weights" if not self.wide:
+                return self._tiled(op) + gap
         return max(computed, moved) + gap
 
     def _tiled(self, op: OpCost) -> float:

@@ -69,7 +69,7 @@ class StepWalk:
 
     def run(self) -> None:
         if self._run.interleaves:
-            self._manager.begin_step(self._last == 0)
+            self._begin_managed_step()
         for action in self._run.actions:
             self._action = str(action)
             match action.kind:

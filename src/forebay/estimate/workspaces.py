@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from forebay.estimate.types import DH, GATE_UP_GRAD, MULTIPROCESSORS
+from forebay.kernels.permute import CHUNK_SLOTS
 
 WorkspaceStep = tuple[str | int, int]
 """(name, bytes) allocates a buffer, (name, 0) frees it, (number, 0) allocates that result of the operation."""
 MARK = "mark"
 """The name of a step that allocates nothing: its number is a mark of `forebay.estimate.types`."""
-_CHUNK = 128  # slots that a program of sort_slots counts
 _THREADS, _WARP, _MOST_VALUES = 512, 32, 256  # of a reduction: threads of a block and of a warp, values a thread sums
 _FEW_TOKENS, _ROWS_A_THREAD = 3072, 10  # of an embedding's backward
 _RESIDENT = 2048  # threads of a multiprocessor of an H100 or H200
@@ -44,7 +44,7 @@ def _experts_workspace(
     slots *= tokens
     rows = slots if max_rows is None else min(slots, max_rows)
     hidden, inner = x.shape[1], down.shape[1] if transposed else down.shape[2]
-    counts = 4 * (gate_up.shape[0] + 1) * -(-slots // _CHUNK)
+    counts = 4 * (gate_up.shape[0] + 1) * -(-slots // CHUNK_SLOTS)
     steps: list[WorkspaceStep] = [("counts", counts)]
     steps += [(2, 0)] if rows == slots else [("whole order", 4 * slots)]
     steps += [(3, 0), (4, 0), ("ends", counts), ("counts", 0), ("ends", 0)]

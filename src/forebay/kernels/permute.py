@@ -28,9 +28,9 @@ from forebay.kernels.launch import (
 # warp passes all bins through shared memory, so few warps count; to place, a thread has a slot (see `_place_kernel`). On an H200
 # 12,288 to 196,608 slots of 48 to 128 experts take 8 to 17 microseconds so, 64 slots a chunk about as long, and 256 up to 1.4
 # times (benchmarks/results/sort_slots.json).
-_CHUNK = 128
+CHUNK_SLOTS = 128  # that a program of the sort counts, and then places
 _COUNT_WARPS = 1
-_PLACE_WARPS = _CHUNK // 32
+_PLACE_WARPS = CHUNK_SLOTS // 32
 # Swept on an H200 at H = 2048, K = 8, bf16 (a device copy there moves 4.24 TB/s). gather_rows: 2048 elements, 512 columns: 5.4
 # TB/s of logical traffic (the cache serves some of a token's K reads); 1024 columns 4.8, 2048 columns 4.5. combine_rows: 1024
 # columns of one token, one 16-byte load a thread for each of its K rows: 4.35; 512 columns 4.31.
@@ -105,9 +105,9 @@ def sort_slots(ids: Tensor, num_experts: int, *, backend: Backend = "auto") -> t
         ValueError: ids not [T, K], no expert, too many slots for int32.
         TypeError: ids that are no integers.
     """
-    if ids.dim() != 2 or num_experts < 1 or ids.numel() >= 2**31 - _CHUNK:
+    if ids.dim() != 2 or num_experts < 1 or ids.numel() >= 2**31 - CHUNK_SLOTS:
         raise ValueError(
-            f"ids must be [T, K] with fewer than {2**31 - _CHUNK} slots, for 1 expert or more; "
+            f"ids must be [T, K] with fewer than {2**31 - CHUNK_SLOTS} slots, for 1 expert or more; "
             f"got {list(ids.shape)} for {num_experts}"
         )
     if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
@@ -116,7 +116,7 @@ def sort_slots(ids: Tensor, num_experts: int, *, backend: Backend = "auto") -> t
         return _sort_slots_reference(ids, num_experts)
     ids = ids.contiguous()
     n_slots = ids.numel()
-    n_chunks = cdiv(n_slots, _CHUNK)
+    n_chunks = cdiv(n_slots, CHUNK_SLOTS)
     bins = next_power_of_2(num_experts + 1)
     counts = torch.empty((num_experts + 1, n_chunks), dtype=torch.int32, device=ids.device)
     order = torch.empty(n_slots, dtype=torch.int32, device=ids.device)
@@ -124,12 +124,12 @@ def sort_slots(ids: Tensor, num_experts: int, *, backend: Backend = "auto") -> t
     offs = torch.empty(num_experts, dtype=torch.int32, device=ids.device)
     launch(
         _count_kernel, (n_chunks,), ids, counts, n_slots, num_experts, n_chunks,
-        BINS=bins, CHUNK=_CHUNK, num_warps=_COUNT_WARPS,
+        BINS=bins, CHUNK=CHUNK_SLOTS, num_warps=_COUNT_WARPS,
     )  # fmt: skip
     ends = counts.view(-1).cumsum(0, dtype=torch.int32)
     launch(
         _place_kernel, (n_chunks,), ids, ends, order, inverse, offs, n_slots, num_experts, n_chunks,
-        BINS=bins, CHUNK=_CHUNK, num_warps=_PLACE_WARPS,
+        BINS=bins, CHUNK=CHUNK_SLOTS, num_warps=_PLACE_WARPS,
     )  # fmt: skip
     return order, inverse, offs
 

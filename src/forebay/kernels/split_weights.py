@@ -26,7 +26,7 @@ _WARPS = 4
 
 @triton.jit
 def places(ROWS: tl.constexpr, BITS: tl.constexpr):
-    """Of this program: its bytes of ties [ROWS], and its weights [ROWS, BITS]."""
+    """The places of the bytes of ties that this program takes, [ROWS], and those of its weights, [ROWS, BITS]."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     return rows, rows[:, None] * BITS + tl.arange(0, BITS)[None, :]
 

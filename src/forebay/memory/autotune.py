@@ -182,6 +182,11 @@ class Trials:
             if self.steps >= MAX_TRIAL_STEPS:
                 self._finish()
 
+    def plan_for(self, timeline: Timeline) -> Plan | None:
+        """The plan by other times, with the most that a trial took more than planned; it is not tried."""
+        excess = max((trial.excess for trial in self.tried), default=0)
+        return Solver(timeline, Allowed(self._paths, self._recomputable)).solve(self._target(max(0, excess)))
+
     def _begin(self, trial: Trial) -> None:
         self._now, self.plan = trial, trial.plan
         self._seen, self._peak, self._times = 0, 0, []
@@ -569,8 +574,7 @@ class Autotuner:
 
     def _as_run(self, timeline: Timeline) -> Timeline:
         """The timeline with what the plan in force recomputes. In the measured step, nothing was that a plan chooses to."""
-        again = [event.seconds + self._again(timeline, event) for event in timeline.events]
-        events = (replace(event, seconds=seconds) for event, seconds in zip(timeline.events, again, strict=True))
+        events = (replace(e, seconds=e.seconds + self._again(timeline, e)) for e in timeline.events)
         return replace(timeline, events=tuple(events))
 
     def _as_measured(self, retimed: Timeline, before: Timeline) -> Timeline:
@@ -591,15 +595,13 @@ class Autotuner:
         return call.recompute_seconds if event.kind == "B" and call.key[0] in self.plan.recompute else 0.0
 
     def _plan_corrected(self) -> Plan:
-        """The plan by the corrected timeline; of `policy="auto"`, with the most that a trial took more than planned."""
+        """The plan by the corrected timeline; of `policy="auto"` the one in force if no other is within the budget."""
         assert self.timeline is not None and self.plan is not None
         timeline = self.timeline.on_link(self._link)
         if not self._auto:
             return self._plan_offload(timeline)
-        assert self._budget is not None
-        excess = max((trial.excess for trial in self.trials), default=0)
-        solver = Solver(timeline, Allowed(self._auto | self._offload_paths, self._auto))
-        return solver.solve(int(self._budget * (1 - _PLAN_MARGIN)) - max(0, excess)) or self.plan
+        assert self._trials is not None
+        return self._trials.plan_for(timeline) or self.plan
 
     def _rates(self) -> Rates:
         """Rates of the last step's copies. By the plan there is one copy out and one back for each call."""

@@ -44,6 +44,7 @@ from forebay.pipeline.schedule import (
 from forebay.train.cuda_graph import CudaGraphStep, Microbatches, StepState
 from forebay.train.distributed import Mesh
 from forebay.train.heartbeat import ending_after
+from forebay.train.metrics import allocator_bytes
 from forebay.train.unsharded_step import DeferredExperts, UnshardedStep
 from forebay.train.weights_in_place import SplitWeight
 
@@ -95,7 +96,6 @@ class GradientEngine:
     watcher: Watcher | None = None
     _runtime: PipelineRuntime
     _balance: Balance | None = None
-    _begun = 0  # bytes of gradients that a step allocated before its first microbatch
     _boxes: PeerMailboxes | None = None
 
     def __init__(self, parts: EngineParts, cut: CutModel):
@@ -187,17 +187,16 @@ class GradientEngine:
     def _run(self, microbatches: Microbatches, count: Tensor | int) -> tuple[Tensor, Tensor]:
         """The part of a step that may be captured: it does not synchronize with the device or with other processes' hosts."""
         work = [Microbatch(ids, labels, count) for ids, labels in microbatches]
-        held = self._allocated()
-        self._unsharded.begin(sum(ids.numel() for ids, _ in microbatches))
-        self._begun = self._allocated() - held
+        self._begin(sum(ids.numel() for ids, _ in microbatches))
         with nullcontext() if self._router is None else self._router.counting():
             losses = self._runtime.run(work, self._cut.hidden, watcher=self.watcher)
         self._unsharded.end(count)
         imbalance = self._finish()
         return losses.sum() if losses is not None else torch.zeros((), device=self._device), imbalance
 
-    def _allocated(self) -> int:
-        return torch.cuda.memory_allocated(self._device) if self._device.type == "cuda" else 0
+    def _begin(self, tokens: int) -> None:
+        """See `UnshardedStep.begin`."""
+        self._unsharded.begin(tokens)
 
     def _capture(self) -> None:
         """Capture steps from now on, if the configuration says so."""
@@ -257,9 +256,11 @@ class LocalGradients(GradientEngine):
         super().__init__(parts, cut)
         if parts.router is not None:
             self._balance = LocalBalance(balance_loss, parts.balance, self._device)
-        plan = local_plan(microbatches_of(parts.config, parts.mesh), parts.config.step.overlap)
-        prologue = self._budgeted_prologue if parts.config.memory.policy == "auto" else cut.prologue
-        stage = Stage(cut.layers, prologue, cut.epilogue)
+        microbatches = microbatches_of(parts.config, parts.mesh)
+        plan = local_plan(microbatches, parts.config.step.overlap)
+        self._has_budget, self._is_one = parts.config.memory.policy == "auto", microbatches == 1
+        self._begun = 0  # bytes of gradients that the step's begin allocated, where a budget counts them
+        stage = Stage(cut.layers, self._budgeted_prologue if self._has_budget else cut.prologue, cut.epilogue)
         self._runtime = PipelineRuntime(
             {0: stage}, plan, 0, None, self._device, balance=self._balance, weights=self._deferred.store
         )
@@ -267,9 +268,16 @@ class LocalGradients(GradientEngine):
 
     def _budgeted_prologue(self, microbatch: Microbatch) -> Tensor:
         """The prologue, where a budget counts from. A single microbatch makes the gradients, and of several all find them."""
-        several = microbatches_of(self._parts.config, self._parts.mesh) > 1
-        self._parts.memory.manager.step_begins(-self._unsharded.missing_gradients() if several else self._begun)
+        self._parts.memory.manager.step_begins(self._begun if self._is_one else -self._unsharded.missing_gradients())
         return self._cut.prologue(microbatch)
+
+    def _begin(self, tokens: int) -> None:
+        if not (self._has_budget and self._is_one and self._device.type == "cuda"):
+            super()._begin(tokens)
+            return
+        held = allocator_bytes(self._device, "allocated", "current")
+        super()._begin(tokens)
+        self._begun = allocator_bytes(self._device, "allocated", "current") - held
 
 
 def captures(config: Config, mesh: Mesh) -> bool:

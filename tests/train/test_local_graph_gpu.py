@@ -77,6 +77,12 @@ def test_replayed_steps_with_every_placement_have_the_bits_of_called_ones(tmp_pa
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("deterministic")
+def test_replayed_steps_with_a_budget_in_bf16_have_the_bits_of_called_ones(tmp_path: Path) -> None:
+    compare(tmp_path, "qwen3_moe", MEMORY["a budget"], {"dtype": "bfloat16"})
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("policy", ["keep", "recompute"])
 def test_replayed_steps_that_gather_experts_for_each_use_have_the_bits_of_called_ones(
     tmp_path: Path, policy: str

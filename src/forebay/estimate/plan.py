@@ -539,9 +539,9 @@ def _placements(
     first product, and the layers in which experts alone run again as a whole. `recompute`: "light" where that is possible."""
     found: dict[str, str] = {}
     uncounted: list[str] = []
-    light, whole = set[int](), set[int]()
+    light, whole, known = set[int](), set[int](), frozenset(sublayers)  # no sublayer is inside another
     for claim in claims:
-        inside = [h for h in sublayers if h == claim.path or is_inside(h, [claim.path])]
+        inside = [claim.path] if claim.path in known else [h for h in sublayers if is_inside(h, [claim.path])]
         moe_path = claim.path.removesuffix(".experts")
         if inside:
             found |= dict.fromkeys(inside, claim.placement)

@@ -9,11 +9,13 @@ a device or tensors.
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from forebay.config import Config, stages_of, wrong_stage
 from forebay.errors import UsageError
@@ -21,8 +23,8 @@ from forebay.errors import UsageError
 _V = ("zbv", "dualpipev")
 _ALIKE = 100  # ranks that differ by one part in this many are equally fast
 _BITS = 52  # of the sum of all costs as an integer: what a float holds exactly
-_SCALE = 1 << _BITS
 _NO_BOUND = 1 << 100
+_NO_TIME = 1 << 62  # more than any partition takes
 
 
 @dataclass(frozen=True)
@@ -368,19 +370,16 @@ class _Costs:
 
 
 def _unit(values: list[float]) -> float:
-    """The factor that makes the sum as large as `_SCALE` allows; a power of two, so that whole FLOPs and bytes stay exact."""
+    """The factor that makes the sum as large as `_BITS` allow; a power of two, so that whole FLOPs and bytes stay exact."""
     return 2.0 ** (_BITS - math.frexp(sum(values))[1])
 
 
-class _Take(NamedTuple):
-    """Layers that a group takes from the free range [low, high), leaving [low2, high2)."""
+_State = tuple[int, int]
+"""The range [low, high) of layers that are free."""
 
-    low2: int
-    high2: int
-    first: int  # time of the group's first stage
-    second: int  # time of its second stage, 0 without a V
-    memory: int  # bytes of both stages, all microbatches in flight
-    outer: int  # number of layers, weighted by how far out the stages are
+_Take = tuple[_State, int, int, int, int]
+"""Layers that a group takes from the free ones: the state that it leaves, the group's time, the difference between its two
+stages' times (0 without a V), bytes of all microbatches in flight, number of layers times how far out the stages are."""
 
 
 _Found = tuple[Any, list[int]]
@@ -391,9 +390,10 @@ class _Groups:
     """A dynamic program over groups, which are the stages of a rank. `v`: groups have two stages, which meet in the middle.
 
     A group takes layers from the front, in a V from the back too. Groups are filled from the outside inwards, so a state is the
-    range [i, j) of layers that are still free; without a V, j stays at the end. A state whose free layers cannot fit the
-    remaining groups under the bounds is dropped. 128 layers on 32 stages take about a second. Costs are integers, so that ties
-    are exact.
+    range [i, j) of layers that are still free; without a V, j stays at the end. Costs are integers, so that ties are exact.
+
+    The slowest group at best, from each state to the end, is found first, for all states at once (`_SlowestLeft`). A search
+    then drops the states that cannot end within its bound of time.
     """
 
     def __init__(self, costs: _Costs, v: bool):
@@ -401,86 +401,143 @@ class _Groups:
         self.costs, self.v, self.n = costs, v, len(costs.time) - 1
         self.pairs = [(s, stages - 1 - s if v else None) for s in range(stages // 2 if v else stages)]
         self.outer = [(stages - 1 - 2 * first) ** 2 for first, _ in self.pairs]
+        self._left = _SlowestLeft(costs, self.pairs).by_group()
 
-    def search(
-        self, most_time: int, most_memory: int, start: Any, extend: Callable[[Any, _Take], Any]
-    ) -> _Found | None:
-        """The smallest value over all partitions within the bounds, and its cuts; None if there is no such partition.
-
-        `extend` returns the value of a partition with one more group. It must be monotonic in the value.
-        """
-        rests = self._rests(most_time, most_memory)
-        states: dict[tuple[int, int], tuple[Any, tuple[int, int] | None]] = {(0, self.n): (start, None)}
-        history = [states]
-        for group in range(len(self.pairs)):
-            after: dict[tuple[int, int], tuple[Any, tuple[int, int] | None]] = {}
-            for state, (value, _) in states.items():
-                for take in self._takes(group, *state, most_time, most_memory, rests[group]):
-                    candidate, reached = extend(value, take), (take.low2, take.high2)
-                    known = after.get(reached)
-                    if known is None or candidate < known[0]:
-                        after[reached] = candidate, state
-            history.append(after)
-            states = after
-        if not states:
-            return None
-        end = min(states, key=lambda state: (states[state][0], state))
-        return states[end][0], self._cuts(history, end)
-
+    @property
     def least_time(self) -> int:
-        """A lower limit for the slowest rank: the mean, or a rank's embedding and head alone."""
-        costs = self.costs
-        total = costs.time[-1] + sum(costs.extra_time)
-        return max(-(-total // len(self.pairs)), *(sum(costs.extra_time[s] for s in _stages(p)) for p in self.pairs))
+        """Time of the slowest group in the fastest partition."""
+        return int(self._left[0][0, self.n])
 
-    def _cuts(self, history: list[Any], end: tuple[int, int]) -> list[int]:
-        state: tuple[int, int] | None = end
-        cuts = set()
-        for states in reversed(history):
-            assert state is not None
-            cuts |= set(state)
-            state = states[state][1]
-        return sorted(cuts)
+    def takes(self, most_time: int) -> _Takes:
+        """For each group and each state in which it may begin, what it can take so that no group needs more than `most_time`.
 
-    def _rests(self, most_time: int, most_memory: int) -> list[tuple[int, int, int]]:
-        """For each group: layers that the groups after it need, and the time and memory (of layers, once) they can take."""
-        rests = []
-        layers = time = memory = 0
-        for pair in reversed(self.pairs):
-            rests.append((layers, time, memory))
-            stages = _stages(pair)
-            layers += len(stages)
-            time += most_time - sum(self.costs.extra_time[s] for s in stages)
-            memory += most_memory // min(self.costs.held[s] for s in stages)
-        return rests[::-1]
+        Args:
+            most_time: at most `least_time` and one part in `_ALIKE` of it.
+        """
+        found: _Takes = []
+        states = [(0, self.n)]
+        for group in range(len(self.pairs)):
+            # By the low end, the high ends from which the groups after this one finish in time, the highest first.
+            ends = [np.flatnonzero(row)[::-1].tolist() for row in self._left[group + 1] <= most_time]
+            takes = {state: list(self._takes_from(group, state, most_time, ends)) for state in states}
+            found.append(takes)
+            states = list({take[0]: None for several in takes.values() for take in several})
+        return found
 
-    def _takes(
-        self, group: int, low: int, high: int, most_time: int, most_memory: int, rest: tuple[int, int, int]
-    ) -> Iterator[_Take]:
-        """The ways in which a group can take layers from [low, high) so that it and the groups after it stay within bounds."""
-        first, second = self.pairs[group]
-        costs, last = self.costs, group == len(self.pairs) - 1
-        layers, rest_time, rest_memory = rest
-        for low2 in range(low + 1, high - layers + 1):
-            time, memory = costs.time_of(first, low, low2), costs.memory_of(first, low, low2)
-            if time > most_time or memory > most_memory:
+    def _takes_from(self, group: int, state: _State, most_time: int, ends: list[list[int]]) -> Iterator[_Take]:
+        (low, high), (first, second), costs = state, self.pairs[group], self.costs
+        time, memory, outer = costs.time, costs.memory, self.outer[group]
+        for low2 in range(low + 1, high + 1):
+            time1, bytes1 = costs.time_of(first, low, low2), costs.memory_of(first, low, low2)
+            if time1 > most_time:
                 return
-            # the largest end of the free layers that the other groups can still take
-            furthest = min(
-                bisect_right(costs.time, costs.time[low2] + rest_time) - 1,
-                bisect_right(costs.memory, costs.memory[low2] + rest_memory) - 1,
-            )
             if second is None:
-                if high <= furthest and (not last or low2 == high):
-                    yield _Take(low2, high, time, 0, memory, (low2 - low) * self.outer[group])
+                if high in ends[low2]:
+                    yield (low2, high), time1, 0, bytes1, (low2 - low) * outer
                 continue
-            for high2 in range(min(high - 1, furthest), low2 + layers - 1, -1):
-                time2, memory2 = costs.time_of(second, high2, high), costs.memory_of(second, high2, high)
-                if time + time2 > most_time or memory + memory2 > most_memory:
+            held = costs.held[second]
+            time_end, memory_end = time[high] + costs.extra_time[second], memory[high] + costs.extra_memory[second]
+            for high2 in ends[low2]:
+                if high2 >= high:
+                    continue
+                time2 = time_end - time[high2]
+                if time1 + time2 > most_time:
                     break
-                if not last or high2 == low2:
-                    outer = (low2 - low + high - high2) * self.outer[group]
-                    yield _Take(low2, high2, time, time2, memory + memory2, outer)
+                bytes2 = held * (memory_end - memory[high2])
+                layers = low2 - low + high - high2
+                yield (low2, high2), time1 + time2, time1 - time2, bytes1 + bytes2, layers * outer
+
+
+_Takes = list[dict[_State, list[_Take]]]
+
+
+def _least(takes: _Takes, most_memory: int, start: Any, extend: Callable[[Any, _Take], Any]) -> _Found:
+    """The smallest value over all partitions within a bound of memory, of which there must be one, and its cuts.
+
+    `extend` returns the value of a partition with one more group. It must be monotonic in the value.
+    """
+    (first,) = takes[0]
+    states: dict[_State, tuple[Any, _State | None]] = {first: (start, None)}
+    history = [states]
+    for takes_from in takes:
+        after: dict[_State, tuple[Any, _State | None]] = {}
+        for state, (value, _) in states.items():
+            for take in takes_from[state]:
+                if take[3] > most_memory:
+                    continue
+                candidate, reached = extend(value, take), take[0]
+                known = after.get(reached)
+                if known is None or candidate < known[0]:
+                    after[reached] = candidate, state
+        history.append(after)
+        states = after
+    end = min(states, key=lambda state: (states[state][0], state))
+    return states[end][0], _cuts(history, end)
+
+
+def _cuts(history: list[Any], end: _State) -> list[int]:
+    state: _State | None = end
+    cuts = set()
+    for states in reversed(history):
+        assert state is not None
+        cuts |= set(state)
+        state = states[state][1]
+    return sorted(cuts)
+
+
+class _SlowestLeft:
+    """For each state of `_Groups`, the time of the slowest group from there to the end, in the fastest partition.
+
+    A state is an element [i, j] of a matrix, so that a step of a group, which takes so many layers from the front and so many
+    from the back, is a shift of the matrix. Steps that no partition as fast as `_ALIKE` needs are not looked at.
+    """
+
+    def __init__(self, costs: _Costs, pairs: Sequence[tuple[int, int | None]]):
+        self._time = np.array(costs.time)
+        self._extra = [sum(costs.extra_time[s] for s in _stages(pair)) for pair in pairs]
+        self._pairs, self._n = pairs, len(costs.time) - 1
+        even = pairwise(_even_cuts(costs))
+        times = [costs.time_of(stage, low, high) for stage, (low, high) in enumerate(even)]
+        slowest = max(sum(times[s] for s in _stages(pair)) for pair in pairs)
+        self._most = slowest + slowest // _ALIKE
+
+    def by_group(self) -> list[npt.NDArray[np.int64]]:
+        """A matrix for each group, as that one begins, and one after the last; `_NO_TIME` where there is no partition."""
+        n = self._n
+        done = np.full((n + 1, n + 1), _NO_TIME)
+        np.fill_diagonal(done, 0)
+        found = [done]
+        for group in reversed(range(len(self._pairs))):
+            found.append(self._before(group, found[-1]))
+        return found[::-1]
+
+    def _before(self, group: int, after: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        found, n, (_, second) = np.full_like(after, _NO_TIME), self._n, self._pairs[group]
+        rows, columns = self._reached(group)
+        most = self._most - self._extra[group]
+        for front in range(1, n + 1):
+            i = slice(rows.start, min(rows.stop, n + 1 - front))
+            first = self._time[i.start + front : i.stop + front] - self._time[i]
+            if not first.size or first.min() > most:
+                break
+            for back in range(1, n + 1) if second is not None else (0,):
+                j = slice(max(columns.start, back), columns.stop)
+                last = self._time[j] - self._time[j.start - back : j.stop - back]
+                if not last.size or first.min() + last.min() > most:
+                    break
+                rest = after[i.start + front : i.stop + front, j.start - back : j.stop - back]
+                slowest = np.maximum(first[:, None] + (last + self._extra[group]), rest)
+                np.minimum(found[i, j], slowest, out=found[i, j])
+        return found
+
+    def _reached(self, group: int) -> tuple[slice, slice]:
+        """The rows and columns of the states in which a group may begin."""
+        time, n = self._time, self._n
+        reach = group * self._most
+        rows = slice(group, int(np.searchsorted(time, reach, "right")))
+        if self._pairs[group][1] is None:
+            return rows, slice(n, n + 1)
+        return rows, slice(int(np.searchsorted(time, time[n] - reach)), n + 1 - group)
 
 
 def _stages(pair: tuple[int, int | None]) -> list[int]:
@@ -490,38 +547,19 @@ def _stages(pair: tuple[int, int | None]) -> list[int]:
 def _exact(groups: _Groups) -> list[int]:
     """The cuts of the best partition: the fastest one, then the leanest within 1 % of that, then the most even."""
 
-    def slowest(value: int, take: _Take) -> int:
-        return max(value, take.first + take.second)
-
-    def unlike(take: _Take) -> int:
-        return (take.first - take.second) ** 2 if groups.v else 0
-
     def fullest(value: tuple[int, int], take: _Take) -> tuple[int, int]:
-        return value[0] + unlike(take), max(value[1], take.memory)
+        _, _, unlike, memory, _ = take
+        most = value[1]
+        return value[0] + unlike * unlike, memory if memory > most else most
 
     def spread(value: tuple[int, int, int], take: _Take) -> tuple[int, int, int]:
-        pairs, ranks, outer = value
-        return pairs + unlike(take), ranks + (take.first + take.second) ** 2, outer + take.outer
+        _, time, unlike, _, outer = take
+        pairs, ranks, outside = value
+        return pairs + unlike * unlike, ranks + time * time, outside + outer
 
-    least, _ = _widening(groups.least_time(), lambda bound: groups.search(bound, _NO_BOUND, 0, slowest))
-    most_time = least + least // _ALIKE
-    leanest = groups.search(most_time, _NO_BOUND, (0, 0), fullest)
-    assert leanest is not None, "the fastest partition is within these bounds"
-    best = groups.search(most_time, leanest[0][1], (0, 0, 0), spread)
-    assert best is not None, "the leanest partition is within these bounds"
-    return best[1]
-
-
-def _widening(bound: int, search: Callable[[int], _Found | None]) -> _Found:
-    """The first solution as the bound widens from a lower limit. It is the best: a wider bound only admits worse ones.
-
-    The room above the limit grows by a quarter: a search with twice the room takes many times as long.
-    """
-    limit, room = bound, max(bound // 64, 1)
-    while (found := search(bound)) is None:
-        assert bound < 2 * _SCALE, "no cost is above this bound"
-        bound, room = min(limit + room, 2 * _SCALE), room + max(room // 4, 1)
-    return found
+    takes = groups.takes(groups.least_time + groups.least_time // _ALIKE)
+    (_, memory), _ = _least(takes, _NO_BOUND, (0, 0), fullest)
+    return _least(takes, memory, (0, 0, 0), spread)[1]
 
 
 def _interleaved(costs: _Costs) -> list[int]:

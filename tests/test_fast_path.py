@@ -71,6 +71,7 @@ TABLE: list[tuple[dict[str, dict[str, Any]], Facts, tuple[bool, bool, bool, floa
     ({"memory": {"policy": "recompute", "recompute": "full"}}, TWO, ROOMY, "memory.recompute = 'full' did not run in a graph"),
     ({"parallel": PP, "memory": {"policy": {"*.mlp.experts": "stash"}}}, TWO, HOST, "memory.policy with 'stash'"),
     ({"data": {"packing": "documents"}}, TWO, HOST, "data.packing"),
+    ({"memory": {"precision": "fp8"}}, TWO, HOST, "memory.precision = 'fp8' ran in a graph on one GPU only"),
     ({"train": {"microbatch": 16}}, TWO, ROOMY, "one microbatch"),
     # One process.
     ({"parallel": {"ep": 1}}, ONE, (True, False, False, 0.0), "a step, weights gathered once a step; turned off"),
@@ -83,6 +84,7 @@ TABLE: list[tuple[dict[str, dict[str, Any]], Facts, tuple[bool, bool, bool, floa
     ({}, dataclasses.replace(TWO, container="model"), ROOMY, "places 'model', and a graph's step"),
     ({"parallel": {"ep": 1}, "memory": {"policy": "recompute"}}, ONE, (True, False, False, 0.0), "fast path: one CUDA graph"),
     ({"parallel": {"ep": 1}, "memory": {"policy": "offload"}}, ONE, (True, False, False, 0.0), "fast path: one CUDA graph"),
+    ({"parallel": {"ep": 1}, "memory": {"precision": "fp8"}}, ONE, (True, False, False, 0.0), "fast path: one CUDA graph"),
     ({"parallel": {"ep": 1, "overlap": True}}, ONE, (True, True, False, 0.0), "fast path: one CUDA graph a step"),
     ({"parallel": {"ep": 1}}, dataclasses.replace(ONE, gathered=5 << 30), HOST, "copies of its smaller weights in bfloat16"),
     ({"parallel": {"ep": 1, "reshard": True}}, dataclasses.replace(ONE, gathered=5 << 30), (True, False, True, 0.0), "graph"),

@@ -359,6 +359,25 @@ def test_experts_and_head_by_hand() -> None:
     assert flops(theirs.backward_ops, "grouped") == flops(theirs.backward_ops, "grouped_weights") == 3 * one
 
 
+@pytest.mark.parametrize(("columns", "moved"), [(1 << 16, 2), ((1 << 16) + 4, 4)])
+def test_a_loss_over_long_rows_reads_them_again(columns: int, moved: int) -> None:
+    """Rows of more than 256 KiB leave the cache between the passes of a softmax's logarithm. The loss takes one of each row."""
+    softmax, loss = costs(lambda x: F.cross_entropy(x, torch.empty(64, dtype=torch.int64)), (64, columns))
+    assert softmax.bytes == 4 * moved * 64 * columns
+    assert loss.bytes < 1024
+
+
+def test_a_loss_is_never_compiled() -> None:
+    def losses(compiled: bool) -> list[OpCost]:
+        """Kernels that move a logit in fp32 twice or more: a cast, the logarithm of a softmax, and its backward."""
+        head = trace(compiled=compiled, loss="transformers").head
+        ops = (*head.forward_ops, *head.backward_ops)
+        return [op for op in ops if op.kind == "pointwise" and op.bytes >= 2 * 4 * SEQUENCE * VOCABULARY]
+
+    assert losses(compiled=True) == losses(compiled=False)
+    assert len(losses(compiled=True)) == 3
+
+
 def test_compiled_sublayers_move_less() -> None:
     def moved(found: ModelTrace) -> int:
         return sum(op.bytes for layer in found.layers for _, part in layer.sublayers

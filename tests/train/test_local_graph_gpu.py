@@ -16,6 +16,8 @@ MEMORY: dict[str, dict[str, Any]] = {
     "what fits": {"policy": "offload", "offload": "fit"},
     "mixed": {"policy": {"*.self_attn": "offload", "*.mlp": "offload", "*.mlp.experts": "recompute"}, "offload": "all"},
     "a budget": {"policy": "auto", "budget": "850MiB"},  # keeping everything takes 1160, recomputing it 600
+    "in 8 bits": {"precision": "fp8"},
+    "all leaves in 8 bits": {"policy": "offload", "offload": "all", "precision": "fp8"},
     "compiled": {"compile": True, "policy": {"*.self_attn": "recompute", "*.mlp": "offload"}, "offload": "all"},
 }
 

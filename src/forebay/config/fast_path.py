@@ -265,8 +265,8 @@ def _model_obstacles(c: Config, facts: Facts) -> Iterator[str]:
         yield "it needs model.experts = 'forebay', model.loss = 'fused' and model.attention = 'sdpa' or 'eager'"
     if c.data.packing != "joined":
         yield "data.packing = 'documents' needs masks of each microbatch"
-    if c.memory.precision != "exact":
-        yield f"memory.precision = {c.memory.precision!r} did not run in a graph"
+    if c.memory.precision != "exact" and facts.processes > 1:
+        yield f"memory.precision = {c.memory.precision!r} ran in a graph on one GPU only"
     if c.parallel.reduce != "step":
         yield "parallel.reduce = 'microbatch' did not run in a graph"
 

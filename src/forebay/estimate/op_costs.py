@@ -39,6 +39,9 @@ twenty-third)."""
 _LONG, _LONG_SOFTMAX, _LONG_ALIGNED = (1024, 8192), 2.4, 0.7
 """The same for the forward of a softmax over rows that a block keeps in its registers, of more elements than the first and no
 more than the second: 2.3 ms for 2.8 GB of 1921 on an H100, 0.93 for 1.9 of 3648 and 4.0 for 6.3 of 7040 on H200s."""
+_ROW_IN_CACHE = 1 << 18
+"""Bytes of a row of logits above which a logarithm of a softmax reads it from memory three times: 8.6 ms for 9.0 GB of rows of
+149,888 in fp32 on an H200, at 4.16 TB/s (run 07 of the twenty-third draw)."""
 _ROW_PASSES = frozenset("_softmax _log_softmax _softmax_backward_data max amax".split())
 _ROW_PASS_BYTES = 9
 """Bytes an element by which a compiled pass over rows takes longer than its memory: exponentials, and a loop over each row. Of 7
@@ -74,7 +77,7 @@ class Tally:
     several kernels, is counted on average (`_SPLIT`).
 
     Args:
-        fused: the code is compiled.
+        fused: the code is compiled; see `fuse`.
         origins: numbers of the origins of a tensor.
         origin_size: bytes of an origin, by number.
 
@@ -114,6 +117,11 @@ class Tally:
         self._earlier = set(self._unwritten)
         return done
 
+    def fuse(self, fused: bool) -> None:
+        """From here on the code is compiled, or not."""
+        self._close()
+        self._fused = fused
+
     def rows(self, room: int) -> int:
         return room if self.received is None else min(room, self.received)
 
@@ -145,7 +153,9 @@ class Tally:
         addresses = {_key(t) for t in sources}
         if all(_key(t) in addresses for t in results) and not base.endswith("_"):
             return  # a view under another name, such as aten._unsafe_view
-        if base in _FILLS:
+        if base in _FILLS or base.startswith(
+            "nll_loss"
+        ):  # reads and writes one element a row, and backward fills the others
             sources = []
         if base == "embedding":  # reads the rows that are looked up, not the whole weight
             self._separate(args, kwargs, [OpCost("pointwise", 0, 2 * sum(map(_bytes, results)))])
@@ -372,6 +382,8 @@ def _joined(moved: int, args: Any, result: Tensor) -> OpCost:
 
 def _softmax(base: str, moved: int, result: Tensor) -> OpCost:
     """The backward of a softmax multiplies the gradient by the output first, in a kernel of its own."""
+    if base == "_log_softmax" and result.shape[-1] * result.element_size() > _ROW_IN_CACHE:
+        return OpCost("pointwise", 0, 2 * moved)
     is_backward = base == "_softmax_backward_data"
     factor, aligned = (_SOFTMAX_BACKWARD if is_backward else _SOFTMAX), _ALIGNED
     if base == "_softmax" and _LONG[0] < result.shape[-1] <= _LONG[1]:

@@ -430,9 +430,11 @@ class TraceRun:
         def begins(gradient: Tensor) -> None:
             self._norm = self._norm[0], self._recorder.number(gradient)
             log.append(Mark(FINAL_NORM_BACKWARD))
+            self._recorder.tally.fuse(True)
 
         if self.shape.compiled and hidden.requires_grad:  # `manage` compiles the norm, and not the loss
             hidden.register_hook(begins)
+            self._recorder.tally.fuse(False)
         head = self.model.lm_head
         if self.shape.loss == "fused":
             return head_loss(head.forward, hidden, labels, shift_labels=labels, num_items_in_batch=labels.numel())

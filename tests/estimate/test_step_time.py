@@ -16,6 +16,7 @@ from forebay.estimate.op_costs import _grouped
 from forebay.estimate.routing import EvenRouting
 from forebay.estimate.state import Sharing
 from forebay.estimate.step_time import (
+    Beside,
     Elements,
     ScheduleTime,
     ShardingTime,
@@ -310,11 +311,13 @@ PART = Elements(1000)
 COPIED = (250 * 6 + 2 * 1000 * 2) / 1000  # the own quarter is cast, and what arrives is copied
 SENT = 1000 * 2 * 3 / 4 / 10
 REDUCED = (2 * 1000 * 4 + 250 * 8) / 1000
+# A microbatch's gradients in bf16 become chunks in fp32, which takes longer.
+REDUCED_EACH = (2.2 * 1000 * (2 + 4) + 250 * 8) / 1000
 REDUCED_SENT = 1000 * 4 * 3 / 4 / 10
 ADDED = 1000 * (2 + 2 * 4) / 1000
 FIRST = 1000 * (2 + 4) / 1000  # the first microbatch's become the sum
 ZEROS = 1000 * 4 / 1000
-LONG = KernelTime(1e6)
+HIDDEN = Beside(1e6, 1e6, 1e6)
 
 
 def overhead(sharding: ShardingTime, *parts: Elements, ends: int = 0) -> StepOverhead:
@@ -325,7 +328,7 @@ def test_an_engine_gathers_and_reduces_once_a_step_and_nothing_hides_it() -> Non
     sharding = ShardingTime(DEVICE, ENGINE, 8)
     gather, reduce = pytest.approx(2 * (COPIED + SENT + ZEROS)), pytest.approx(2 * (REDUCED + REDUCED_SENT))
     assert overhead(sharding, PART, PART) == StepOverhead(gather, reduce, 0)
-    assert sharding.layer(PART, LONG, LONG) == pytest.approx((0, ADDED))
+    assert sharding.layer(PART, HIDDEN) == pytest.approx((0, ADDED))
     slow = device(node=2, all_gather=10, all_gather_between=1, reduce_scatter=10, reduce_scatter_between=1)
     found = overhead(ShardingTime(slow, ENGINE, 1), PART)
     assert found.gather == pytest.approx(COPIED + 10 * SENT + ZEROS)
@@ -337,7 +340,7 @@ def test_an_engine_that_reshards_experts_gathers_them_for_each_use() -> None:
     sharding = ShardingTime(DEVICE, replace(FOUR, ep=4, gathered=True, reshard=True, apart=True), 8)
     again = 1000 * 6 / 1000
     # Gradients are added to their sums as they are made: `Clock.seconds` has that.
-    assert sharding.layer(Elements(0, 1000), LONG, LONG) == pytest.approx((again, again))
+    assert sharding.layer(Elements(0, 1000), HIDDEN) == pytest.approx((again, again))
     found = overhead(sharding, Elements(1000, 1000))
     assert found.gather == pytest.approx(COPIED + SENT + 2 * ZEROS)
     # Their gradients are in the shards' dtype already: nothing to reduce and nothing to cast.
@@ -349,23 +352,27 @@ def test_without_an_engine_a_layer_hides_the_links(contention: float) -> None:
     """Each microbatch gathers for its forward and again for its backward; gradients are reduced once. What hides a link is slower
     by a share of it."""
     sharding = ShardingTime(device(all_gather=10, reduce_scatter=10, contention=contention), FOUR, 8)
-    forward, backward = sharding.layer(PART, LONG, LONG)
+    forward, backward = sharding.layer(PART, HIDDEN)
     reduced = REDUCED + contention * REDUCED_SENT
     assert forward == pytest.approx(COPIED + contention * SENT)
     assert backward == pytest.approx(COPIED + contention * SENT + (ADDED * 7 + FIRST + reduced) / 8)
-    assert sharding.layer(PART, KernelTime(100), LONG)[0] == pytest.approx(COPIED + SENT - 100 + contention * 100)
+    assert sharding.layer(PART, HIDDEN._replace(forward=100))[0] == pytest.approx(
+        COPIED + SENT - 100 + contention * 100
+    )
+    alone = sharding.layer(PART, Beside(0, 0, 0))
+    assert alone[1] - backward == pytest.approx((1 - contention) * (SENT + REDUCED_SENT / 8))
 
 
 @pytest.mark.parametrize(
     ("sharing", "expected"),
     [
         ({"reshard": False}, (COPIED / 8, (ADDED * 7 + FIRST + REDUCED) / 8)),
-        ({"sums": False}, (COPIED, COPIED + REDUCED)),
+        ({"sums": False}, (COPIED, COPIED + REDUCED_EACH)),
     ],
     ids=["unsharded parameters are gathered once", "reducing each microbatch adds nothing"],
 )
 def test_fsdp_options(sharing: dict[str, Any], expected: tuple[float, float]) -> None:
-    assert ShardingTime(DEVICE, replace(FOUR, **sharing), 8).layer(PART, LONG, LONG) == pytest.approx(expected)
+    assert ShardingTime(DEVICE, replace(FOUR, **sharing), 8).layer(PART, HIDDEN) == pytest.approx(expected)
 
 
 def test_replicas_all_reduce_a_shard_once_a_step() -> None:
@@ -377,7 +384,7 @@ def test_replicas_all_reduce_a_shard_once_a_step() -> None:
     assert overhead(engine, PART).gather == pytest.approx(COPIED + SENT + ZEROS)  # inside a node
     # FSDP2 does both at once, and the longer one counts. Each microbatch is reduced inside the replica.
     ends = overhead(ShardingTime(links, replace(FOUR, replicate=2, sums=False), 4), ends=1000)
-    assert ends.reduce == pytest.approx(REDUCED + max(REDUCED_SENT, across / 4))
+    assert ends.reduce == pytest.approx(4 * (REDUCED_EACH + max(REDUCED_SENT, across / 4)))
     alone = ShardingTime(links, replace(FOUR, data=1, replicate=2, gathered=True), 1)
     assert overhead(alone, ends=1000).reduce == pytest.approx(1000 * 4 / 2 * (1 / 10 + 1 / 10))
 
@@ -387,9 +394,10 @@ def test_gradients_of_embedding_and_head_are_added_up_too() -> None:
     alone = ShardingTime(DEVICE, Sharing(parameter=2, compute=2, summed=4), 4)
     assert overhead(alone, PART, ends=500).reduce == pytest.approx(3 * 500 * 6 / 1000)
     assert overhead(alone, PART) == StepOverhead(0, 0, 0)
-    assert alone.layer(PART, LONG, LONG) == pytest.approx((0, 3 / 4 * 1000 * 6 / 1000))
+    assert alone.layer(PART, HIDDEN) == pytest.approx((0, 3 / 4 * 1000 * 6 / 1000))
     found = overhead(ShardingTime(DEVICE, FOUR, 8), PART, ends=1000)
     assert found.reduce == pytest.approx(7 * ADDED + FIRST + REDUCED + REDUCED_SENT)
+    assert found.gather == pytest.approx(8 * 2 * (COPIED + SENT))  # for each forward, and again for each backward
 
 
 def test_the_optimizer_reads_four_and_writes_three() -> None:

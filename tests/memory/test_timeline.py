@@ -29,6 +29,12 @@ def test_the_docstring_example() -> None:
     assert plan.planned_bytes == 12 and plan.stall_seconds == pytest.approx(2.0)
 
 
+def test_a_plan_says_what_the_link_brings_back_during_each_backward() -> None:
+    returns = simulate(timeline([12, 7, 7], 10.0, 1.5), offload(0)).returns
+    assert returns == {("B", (f"r{i}", 0)): 15.0 for i in range(3)}
+    assert not simulate(timeline([12, 7, 7], 10.0, 1.5), offload()).returns
+
+
 def test_keep_holds_everything_at_the_turn() -> None:
     plan = simulate(timeline([3, 4, 5], 1.0, 1.0, transient=2, other=10), Assignment())
     assert (plan.peak_bytes, plan.stall_seconds, plan.step_seconds) == (10 + 12 + 2, 0.0, 6.0)

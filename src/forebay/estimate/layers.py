@@ -19,7 +19,7 @@ from forebay.estimate.device import load as load_device
 from forebay.estimate.layer_time import Clock, KernelTime, LayerTimer
 from forebay.estimate.routing import EvenRouting
 from forebay.estimate.state import Sharing
-from forebay.estimate.step_time import Elements, ShardingTime
+from forebay.estimate.step_time import Beside, Elements, ShardingTime
 from forebay.estimate.trace_cache import TraceCache
 from forebay.estimate.types import GPU_BLOCK, PartTrace, Shape, StageLayers
 from forebay.pipeline.partition import (
@@ -204,7 +204,8 @@ def layer_costs(config: Config, declared: Any, sharing: Sharing, traces: TraceCa
     def cost(layer: StageLayer) -> LayerCost:
         traced = trace.layers[layer.number]
         forward, backward = timer.layer(layer)
-        more = summed.layer(Elements.of(facts.weights.of(layer), sharing), forward, backward)
+        beside = Beside(forward.computing, backward.computing, backward.computing)  # as of layers alike
+        more = summed.layer(Elements.of(facts.weights.of(layer), sharing), beside)
         both = forward + backward + KernelTime(sum(more))
         hidden = schedule == "dualpipev"
         saved = sum(part.saved for _, part in traced.on(layer)) + (trace.balance if traced.is_moe and layer.mlp else 0)

@@ -33,6 +33,7 @@ from forebay.estimate.placement import (
 from forebay.estimate.rank_run import RankRun, StepLevel, Walked
 from forebay.estimate.state import Sharing, WeightShapes, outside_bytes
 from forebay.estimate.step_time import (
+    Beside,
     Elements,
     ShardingTime,
     StageTime,
@@ -413,9 +414,12 @@ class StepTimer:
         backward: list[KernelTime] = []
         fsdp = self.run.sharing.sharded and not self.run.sharing.gathered
         group = FSDP_LAUNCHES if fsdp else 0
-        for layer in stage.layers:
-            f, b = timer.layer(layer, self._placements_in(layer.number))
-            more = sharding.layer(self._elements(layer), f, b)
+        own = [timer.layer(layer, self._placements_in(layer.number)) for layer in stage.layers]
+        ahead, back = ([time.computing for time in times] for times in zip(*own, strict=True))
+        head = timer.end(self.run.trace.head)[1].computing if stage.head else 0.0
+        beside = map(Beside, [0.0, *ahead], [*back[1:], head], [0.0, *back])
+        for layer, (f, b), hides in zip(stage.layers, own, beside, strict=False):
+            more = sharding.layer(self._elements(layer), hides)
             forward.append(f + KernelTime(more[0], launches=group / 3))
             backward.insert(0, b + KernelTime(more[1], launches=2 * group / 3))
         if stage.embedding:

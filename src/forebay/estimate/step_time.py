@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from forebay.estimate.device import DeviceProfile
 from forebay.estimate.fit import CAPTURED_TIME_ERROR, HOSTS, TIME_ERROR
@@ -310,6 +310,9 @@ _SPLIT_UPDATES = 0.86
 """The same of the update of split weights (`forebay.kernels.split_adamw`): 3.6 TB/s of 4.36e9 weights on an H200."""
 _FOREACH = 0.75
 """The same of an update that is not fused."""
+_CHUNKS, _CHUNKS_CONVERTED = 1.25, 2.2
+"""How much longer than a copy FSDP2's `chunk_cat` takes for the bytes that it reads and writes: as they are 3.4 TB/s, and 1.7 and
+2.1 from bf16 to fp32 (benchmarks/results/nccl_links.json)."""
 
 
 @dataclass(frozen=True)
@@ -366,14 +369,22 @@ class TransferTime:
         return self.copies + self.link - hidden + contention * hidden
 
 
+class Beside(NamedTuple):
+    """Seconds of computing beside a layer's gather in forward, its gather in backward, and its reduction."""
+
+    forward: float
+    backward: float
+    reduction: float
+
+
 @dataclass(frozen=True)
 class ShardingTime:
     """Seconds of gathering sharded parameters, reducing their gradients, and adding gradients up.
 
     Engines (`forebay.train.unsharded_step`) gather once before a step and reduce once after it, and nothing hides that; resharded
-    experts are gathered for each forward and backward. FSDP2 gathers the next layer while one runs, and reduces one
-    while the next runs: a layer waits for the seconds that the link is longer than it, and copies are never hidden.
-    Embedding and head are gathered and reduced where nothing hides it. Replicas all-reduce their shards once a step; FSDP2 does
+    experts are gathered for each forward and backward. FSDP2 gathers a layer while the one before runs, and reduces it while
+    the next runs: a layer waits for the seconds that the link is longer than that, and copies are never hidden. Embedding and
+    head are gathered and reduced as often, where nothing hides it. Replicas all-reduce their shards once a step; FSDP2 does
     that beside the reduce-scatters, an engine after each of them.
 
     Attributes:
@@ -390,7 +401,7 @@ class ShardingTime:
         object.__setattr__(self, "_clock", Clock(self.device))
         object.__setattr__(self, "_contention", self.device.at("contention"))
 
-    def layer(self, part: Elements, forward: KernelTime, backward: KernelTime) -> tuple[float, float]:
+    def layer(self, part: Elements, beside: Beside) -> tuple[float, float]:
         """Seconds of a microbatch's forward and backward through a layer, besides its own kernels."""
         s, count = self.sharing, self.microbatches
         adding = self._adding(part)
@@ -402,9 +413,9 @@ class ShardingTime:
             return again, again + adding
         gather, reduce = self._gathers(part), self._reduces(part)
         times = 1.0 if s.reshard else 1.0 / count
-        back = 0.0 if not s.reshard else gather.beside(backward.computing, self._contention)
-        reduced = reduce.beside(backward.computing, self._contention) / (count if s.sums else 1)
-        return times * gather.beside(forward.computing, self._contention), back + adding + reduced
+        back = 0.0 if not s.reshard else gather.beside(beside.backward, self._contention)
+        reduced = reduce.beside(beside.reduction, self._contention) / (count if s.sums else 1)
+        return times * gather.beside(beside.forward, self._contention), back + adding + reduced
 
     def step(
         self, parts: Sequence[Elements], ends: Elements, parameters: int, fused: bool, clips: bool
@@ -438,8 +449,9 @@ class ShardingTime:
         reduces = sum((self._reduces(p) for p in (*inside, ends)), TransferTime())
         if s.gathered:  # the sums are filled with zeros
             zeros = s.summed * sum(p.rest + p.experts for p in (*inside, ends))
-            gathers += TransferTime(copies=self._clock.moved(zeros))
-        return StepOverhead(gathers.exposed, reduces.exposed + (0.0 if s.gathered else adding), optimizer)
+            return StepOverhead(gathers.exposed + self._clock.moved(zeros), reduces.exposed, optimizer)
+        gather = gathers.exposed * (2 * self.microbatches if s.reshard else 1)
+        return StepOverhead(gather, reduces.exposed * (1 if s.sums else self.microbatches) + adding, optimizer)
 
     @property
     def _columns(self) -> int:
@@ -476,10 +488,17 @@ class ShardingTime:
             if s.replicate > 1 and not s.gathered:  # FSDP2 copies them, divides by 1, and copies again
                 moved += 6 * elements * s.summed
             return TransferTime(self._clock.moved(moved), across)
-        moved = 2 * elements * s.summed + elements / processes * (s.summed + s.parameter)
+        moved = self._chunked(elements) + elements / processes * (s.summed + s.parameter)
         sent = elements * s.summed * (processes - 1) / processes
         inside = sent / self.device.link("reduce_scatter", self._within)
         return TransferTime(self._clock.moved(moved), inside + across if s.gathered else max(inside, across))
+
+    def _chunked(self, elements: int) -> float:
+        """Bytes of a copy that take as long as FSDP2's of gradients to where their chunks are sent from."""
+        s = self.sharing
+        if s.gathered or s.sums:
+            return 2 * elements * s.summed
+        return elements * (s.compute + s.summed) * (_CHUNKS if s.compute == s.summed else _CHUNKS_CONVERTED)
 
     def _across(self, elements: float) -> float:
         """Seconds of all-reducing a shard's gradients over the replicas: a reduce-scatter and an all-gather of it."""

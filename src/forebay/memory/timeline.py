@@ -172,7 +172,11 @@ class Assignment:
 
 @dataclass(frozen=True)
 class Plan:
-    """The plan of a step, which the manager carries out. Events and calls are named by key, so that it outlives its timeline."""
+    """The plan of a step, which the manager carries out. Events and calls are named by key, so that it outlives its timeline.
+
+    Attributes:
+        returns: bytes that the link brings back while a backward runs; empty where it is not known.
+    """
 
     offload: Mapping[Key, frozenset[int]]
     recompute: frozenset[str]
@@ -182,6 +186,7 @@ class Plan:
     peak_bytes: int
     stall_seconds: float
     step_seconds: float
+    returns: Mapping[EventName, float] = field(default_factory=dict)
 
 
 class IndexedTimeline:
@@ -377,6 +382,13 @@ class TurnSchedule(CopySchedule):
 
     def stall(self) -> float:
         return self._stall
+
+    def plan(self) -> Plan:
+        if not self.fetched or self._back_rate == inf:
+            return super().plan()
+        backwards = range(self.step.turn, len(self.events))
+        returns = {self.step.name(i): self.seconds[i] * self._back_rate for i in backwards}
+        return replace(super().plan(), returns=returns)
 
     def _may_release(self, event: int, call: int) -> bool:
         # A call that is still leaving at the turn, where it or one before it is needed first, is taken back and not fetched.

@@ -476,7 +476,7 @@ class ShardingTime:
         copies = 1 if processes > 1 else 0 if once else 2
         moved = elements / processes * (s.parameter + s.compute) + 2 * elements * s.compute * copies
         sent = elements * s.compute * (processes - 1) / processes
-        return TransferTime(self._clock.moved(moved), sent / self.device.link("all_gather", self._within))
+        return TransferTime(self._clock.moved(moved), sent / self.device.link("all_gather", self._within, processes))
 
     def _reduce(self, elements: int, processes: int, split: int = 0) -> TransferTime:
         """Gradients are copied in chunks and summed, and the own shard is cast. One process only casts, and not those of weights
@@ -490,7 +490,7 @@ class ShardingTime:
             return TransferTime(self._clock.moved(moved), across)
         moved = self._chunked(elements) + elements / processes * (s.summed + s.parameter)
         sent = elements * s.summed * (processes - 1) / processes
-        inside = sent / self.device.link("reduce_scatter", self._within)
+        inside = sent / self.device.link("reduce_scatter", self._within, processes)
         return TransferTime(self._clock.moved(moved), inside + across if s.gathered else max(inside, across))
 
     def _chunked(self, elements: int) -> float:
@@ -505,7 +505,7 @@ class ShardingTime:
         s = self.sharing
         within = s.world <= self.device.node
         sent = elements * s.summed * (s.replicate - 1) / s.replicate
-        seconds = sum(sent / self.device.link(name, within) for name in ("reduce_scatter", "all_gather"))
+        seconds = sum(sent / self.device.link(name, within, s.replicate) for name in ("reduce_scatter", "all_gather"))
         return seconds if s.gathered or s.sums else seconds / self.microbatches
 
     def _adding(self, part: Elements) -> float:

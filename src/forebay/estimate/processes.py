@@ -10,7 +10,8 @@ import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from multiprocessing import connection
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
@@ -26,7 +27,7 @@ def usable() -> int:
 
 
 def forked_map(function: Callable[[T], R], arguments: Sequence[T], processes: int) -> Iterator[R]:
-    """`map(function, arguments)`. This process computes its share when it is asked for it.
+    """`map(function, arguments)`. Each process takes the next argument as it ends one, this one as it is asked for a result.
 
     Args:
         processes: this one included. Use 1 where CUDA or a process group is initialized: neither survives a fork.
@@ -39,44 +40,74 @@ def forked_map(function: Callable[[T], R], arguments: Sequence[T], processes: in
         yield from map(function, arguments)
         return
     context = multiprocessing.get_context("fork")
-    receivers, workers = [], []
+    taken = context.Value("q", count)  # arguments that a process has taken; the first ones are dealt out
+    receivers: list[Connection] = []
+    workers = []
     try:
         for first in range(1, count):
             receiver, sender = context.Pipe(duplex=False)
             receivers.append(receiver)
-            share = function, arguments[first::count], sender, tuple(receivers)
+            share = function, arguments, _places(first, len(arguments), taken), sender, tuple(receivers)
             workers.append(context.Process(target=_answer, args=share, daemon=True))
             workers[-1].start()
             sender.close()
-        for number, argument in enumerate(arguments):
-            yield function(argument) if number % count == 0 else _received(receivers[number % count - 1])
+        own, found = _places(0, len(arguments), taken), dict[int, R]()
+        for number in range(len(arguments)):
+            while number not in found:
+                if _received(receivers, found, wait=False):
+                    continue
+                if (place := next(own, None)) is None:
+                    _received(receivers, found, wait=True)
+                else:
+                    found[place] = function(arguments[place])
+            yield found.pop(number)
     finally:
         for worker in workers:
             worker.kill()
             worker.join()
 
 
-def _received(receiver: Connection) -> Any:
-    try:
-        found, error = receiver.recv()
-    except EOFError:
-        raise RunError("a process that plans ended without an answer; this machine may be out of memory") from None
-    if error is not None:
-        raise error
-    return found
+def _places(first: int, end: int, taken: Any) -> Iterator[int]:
+    """The arguments of a process, which takes each when it is asked for it."""
+    place = first
+    while place < end:
+        yield place
+        with taken.get_lock():
+            place, taken.value = taken.value, taken.value + 1
+
+
+def _received(receivers: list[Connection], found: dict[int, Any], wait: bool) -> bool:
+    """Add the answers that have come to `found`, and drop the processes that have ended; whether there were any."""
+    if wait and not receivers:
+        raise RunError("a process that plans ended without an answer; this machine may be out of memory")
+    ready = connection.wait(receivers, None if wait else 0)
+    for receiver in [one for one in receivers if one in ready]:
+        try:
+            place, answer, error = receiver.recv()
+        except EOFError:
+            receivers.remove(receiver)
+            continue
+        if error is not None:
+            raise error
+        found[place] = answer
+    return bool(ready)
 
 
 def _answer(
-    function: Callable[[T], R], arguments: Sequence[T], sender: Connection, inherited: Sequence[Connection]
+    function: Callable[[T], R],
+    arguments: Sequence[T],
+    places: Iterable[int],
+    sender: Connection,
+    inherited: Sequence[Connection],
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process answers Ctrl-C, and kills this one
     for receiver in inherited:  # while any process holds a pipe's other end, a write to it waits
         receiver.close()
-    for argument in arguments:
+    for place in places:
         try:
-            sender.send((function(argument), None))
+            sender.send((place, function(arguments[place]), None))
         except BrokenPipeError:  # the first process was killed
             return
         except Exception as error:
-            sender.send((None, error))
+            sender.send((place, None, error))
             return

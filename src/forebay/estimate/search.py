@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from forebay.config import Config, check_experts, check_world, from_mapping
@@ -523,20 +522,19 @@ def _mesh(runs: _Runs, budget: int | None, progress: Callable[[str], None]) -> S
         progress(f"{len(known)} of {len(every)} meshes planned{_so_far(best)}")
 
     try:
-        for _, alike in groupby(every, lambda mesh: mesh.pp if mesh.replicate == replicate else 0):
-            waiting: list[MeshShape] = []
-            for mesh in alike:
-                say()
-                try:
-                    runs.trace(mesh)
-                    waiting.append(mesh)
-                except UsageError as error:
-                    known[mesh] = str(error)
-            inside = runs.processes if len(waiting) == 1 else 1  # a forked process does not fork
-            planner = partial(_plan_mesh, runs, budget, budget, inside)
-            for mesh, planned in zip(waiting, forked_map(planner, waiting, runs.processes), strict=True):
-                known[mesh], best = planned[0], _better(best, planned[1])
-                say()
+        waiting: list[MeshShape] = []
+        for mesh in every:
+            say()
+            try:
+                runs.trace(mesh)
+                waiting.append(mesh)
+            except UsageError as error:
+                known[mesh] = str(error)
+        inside = runs.processes if len(waiting) == 1 else 1  # a forked process does not fork
+        planner = partial(_plan_mesh, runs, budget, budget, inside)
+        for mesh, planned in zip(waiting, forked_map(planner, waiting, runs.processes), strict=True):
+            known[mesh], best = planned[0], _better(best, planned[1])
+            say()
         candidates = _in_order(every, known)
         while candidates and candidates[0].at_least:  # none fits: the nearest is wanted
             progress(f"no mesh fits; looking for the nearest: {candidates[0].mesh}{_so_far(best)}")
@@ -548,7 +546,9 @@ def _mesh(runs: _Runs, budget: int | None, progress: Callable[[str], None]) -> S
         if best is None:
             raise
         candidates, interrupted = candidates or _in_order(every, known), True
-    refused = tuple((mesh, reason) for mesh, reason in known.items() if isinstance(reason, str))
+    last = runs.world + 1  # other replicas come after all pipelines
+    order = sorted(known, key=lambda mesh: mesh.pp if mesh.replicate == replicate else last)
+    refused = tuple((mesh, reason) for mesh in order if isinstance(reason := known[mesh], str))
     if best is None:
         mesh, reason = refused[0]
         raise UsageError(f"no mesh of {runs.world} GPUs can be run: {mesh} is refused, for {reason}")

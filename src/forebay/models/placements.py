@@ -226,12 +226,10 @@ def split_stash(
     Raises:
         PolicyError: a stash on a region that has no paged rows.
     """
-    blocks = {block.path: block for block in moe_blocks(model)}
-    others, stashed = [], []
-    for claim in claims:
-        if claim.placement != "stash":
-            others.append(claim)
-            continue
+    asked = [claim for claim in claims if claim.placement == "stash"]
+    blocks = {block.path: block for block in moe_blocks(model)} if asked else {}
+    stashed = []
+    for claim in asked:
         block = blocks.get(claim.path) or blocks.get(claim.path.removesuffix(".experts"))
         if block is None:
             raise PolicyError(
@@ -245,7 +243,7 @@ def split_stash(
                 "(parallel.ep of forebay train, dispatcher of forebay.manage)"
             )
         stashed.append(f"{block.path}.experts")
-    return others, stashed
+    return [claim for claim in claims if claim.placement != "stash"], stashed
 
 
 def install_stash(model: nn.Module, paths: Sequence[str], device: torch.device, budget: int | None) -> PageStore | None:

@@ -53,6 +53,7 @@ class TraceCache:
     def __init__(self, adapt: Callable[[Any], None] | None = None, **shape: Any) -> None:
         self._adapt, self._shape = adapt, shape
         self._declared: dict[str, Any] = {}
+        self._texts: dict[int, tuple[Any, str]] = {}  # by address, which no other has while the configuration is kept
         self._facts: dict[str, ModelFacts] = {}
         self._models: dict[str, Any] = {}
         self._traces: dict[tuple[str, Shape], ModelTrace] = {}
@@ -73,7 +74,7 @@ class TraceCache:
         Raises:
             UsageError: attention that the family does not support, or layers of an unknown family.
         """
-        key = _key(section, declared)
+        key = self._key(section, declared)
         if key not in self._facts:
             model, attention = _skeleton(section, declared, self._adapt)
             try:
@@ -97,7 +98,7 @@ class TraceCache:
             UsageError: see `facts`.
         """
         self.facts(section, declared)
-        return self._models[_key(section, declared)]
+        return self._models[self._key(section, declared)]
 
     def trace(self, section: Model, declared: Any, shape: Shape) -> ModelTrace:
         """The trace of one microbatch.
@@ -105,7 +106,7 @@ class TraceCache:
         Raises:
             UsageError: a model that cannot be traced, or see `facts`.
         """
-        key, shape = _key(section, declared), replace(shape, **self._shape)
+        key, shape = self._key(section, declared), replace(shape, **self._shape)
         if (key, shape) not in self._traces:
             self.facts(section, declared)
             like = key, shape.without_experts()
@@ -115,6 +116,11 @@ class TraceCache:
                 raise UsageError(f"this model cannot be traced: {first_line(error)}") from error
             self._alike.setdefault(like, self._traces[key, shape])
         return self._traces[key, shape]
+
+    def _key(self, section: Model, declared: Any) -> str:
+        if id(declared) not in self._texts:
+            self._texts[id(declared)] = declared, declared.to_json_string(use_diff=False)
+        return f"{section.attention} {section.compute or section.dtype} {self._texts[id(declared)][1]}"
 
     def pipeline(self, *schedule: Any) -> PipelinePlan:
         """A step of all pipeline ranks; arguments as for `make_plan`."""
@@ -128,10 +134,6 @@ class TraceCache:
             plan = self.pipeline(*schedule)
             self._slots[schedule] = slots_and_words(neighbors(plan.ranks), slots_of(plan))[0]
         return self._slots[schedule]
-
-
-def _key(section: Model, declared: Any) -> str:
-    return f"{section.attention} {section.compute or section.dtype} {declared.to_json_string(use_diff=False)}"
 
 
 def _skeleton(section: Model, declared: Any, adapt: Callable[[Any], None] | None) -> tuple[Any, str]:

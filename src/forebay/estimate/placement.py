@@ -153,13 +153,13 @@ def option(
         more: bytes that it holds besides.
         carried: bytes that an offloaded part sends to the host; None means all.
     """
-    saved, seconds = part.saved, machine.seconds(part)[0]
+    saved = part.saved
     match placement:
         case "recompute" if part.light is not None and recompute != "full":
             # "save-dispatch" holds less, and is counted as "light".
-            return Option(path, placement, saved, part.light + more, LIGHT_RECOMPUTE_SHARE * seconds)
+            return Option(path, placement, saved, part.light + more, LIGHT_RECOMPUTE_SHARE * machine.seconds(part)[0])
         case "recompute":
-            return Option(path, placement, saved, min(part.inputs, saved) + more, seconds)
+            return Option(path, placement, saved, min(part.inputs, saved) + more, machine.seconds(part)[0])
         case "offload":
             leaves = saved if carried is None else min(carried, saved)
             return Option(path, placement, saved, saved - leaves + more, moved=leaves)

@@ -305,7 +305,10 @@ class _Segments:
 
 _UPDATES: Mapping[int, float] = MappingProxyType({4: 0.80, 2: 0.60})
 """Share of a copy's bandwidth that AdamW's fused update and clipping reach, by the size of an element: 3.31 to 3.56 TB/s in fp32,
-2.35 to 2.76 in bf16 (benchmarks/results/step_kernels.json)."""
+2.35 to 2.76 in bf16 on H200s (benchmarks/results/step_kernels.json)."""
+_HALF_UPDATE = 2.5e12
+"""Bytes/s of an update in bf16 that slower memory does not slow down, up to its share in fp32: 2.2 to 2.4 TB/s in runs 00, 04 and
+07 of the twenty-seventh draw, on an H100."""
 _SPLIT_UPDATES = 0.86
 """The same of the update of split weights (`forebay.kernels.split_adamw`): 3.6 TB/s of 4.36e9 weights on an H200."""
 _FOREACH = 0.75
@@ -432,6 +435,8 @@ class ShardingTime:
         """
         s = self.sharing
         share = _UPDATES[s.parameter] if fused else _FOREACH
+        if fused and s.parameter < 4:
+            share = max(share, min(_UPDATES[4], _HALF_UPDATE / self.device.at("bandwidth", parameters)))
         half = s.trainer and s.parameter < 4
         clipping = clips * ((1 if fused else 8) if half else 2)
         split = sum(p.split for p in (*parts, ends))

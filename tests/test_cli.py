@@ -281,6 +281,8 @@ def test_searches(run: Run, plan: Plan, config: str) -> None:
     assert code == 3 and "No depth fits 50.00 KiB" in out and "alone take" in out
     code, out, _ = run("plan", config, "--search", "mesh", "--gpus", "2", "--budget", "1GiB")
     assert code == 0 and "meshes of 2 GPUs" in out and "can be run fit 1.00 GiB" in out
+    code, out, _ = run("plan", config, "--search", "mesh", "--gpus", "2", "--device", "h100")
+    assert code == 0 and "can be run fit 79.17 GiB" in out  # the device's memory
 
 
 def test_plan_of_the_largest_model_without_its_weights(plan: Plan) -> None:
@@ -327,7 +329,6 @@ PLAN, TRAIN = ["plan", "{folder}/config.toml"], ["train", "{folder}/config.toml"
         ),
         (PLAN, [CONTAINER, "--pp=2", *PIPELINE], ["parallel.pp: the policy places 'model.layers.0'"]),
         (PLAN, ["--device=h20"], ["did you mean 'h200'?", "--save-profile"]),
-        (PLAN, ["--search", "microbatch"], ["--search microbatch needs --budget"]),
         (["plan", "qwen3-30b"], ["--gpus=8"], ["the nearest valid name is 'qwen3-30b-a3b'", "published models are"]),
         (["plan", "olmoe-1b-7b"], ["--gpus=6", "--set=parallel.ep=3"], ["does not divide the model's 64 experts"]),
         (["plan", "{folder}"], [], ["has no config.json"]),

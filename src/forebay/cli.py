@@ -181,7 +181,8 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--budget",
         metavar="SIZE",
-        help="GPU memory that the run may use, such as 80GiB; exit code 3 if it does not fit",
+        help="GPU memory that the run may use, such as 80GiB; --search takes --device's if there is none. Exit code 3 if it "
+        "does not fit",
     )
     add("--auto", action="store_true", help="choose placements that fit --budget, instead of memory.policy")
     skew = "rows of the fullest rank's experts, relative to even routing"
@@ -370,6 +371,8 @@ def _answer_plan(options: argparse.Namespace, budget: int | None) -> int:
     config, found = request.config, None
     world = options.world or config.processes
     device = _device(options.device)
+    if options.search and budget is None:
+        budget = int(device.at("memory"))
     auto = budget if options.auto else None
     page = None if options.html is None else checked(options.html.expanduser())  # raises before any work
     _quiet_transformers()

@@ -181,8 +181,8 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--budget",
         metavar="SIZE",
-        help="GPU memory that the run may use, such as 80GiB; --search takes --device's if there is none. Exit code 3 if it "
-        "does not fit",
+        help="GPU memory that the run may use, such as 80GiB; exit code 3 if it does not fit. Without it, --search takes the "
+        "memory of --device",
     )
     add("--auto", action="store_true", help="choose placements that fit --budget, instead of memory.policy")
     skew = "rows of the fullest rank's experts, relative to even routing"

@@ -22,6 +22,8 @@ _NO_KERNEL = frozenset("empty empty_like empty_strided new_empty new_empty_strid
 _FILLS = frozenset(
     "new_zeros new_ones new_full zeros_like ones_like full_like zeros ones full zero_ fill_ arange scalar_tensor".split()
 )
+# Read and write one element of a row; backward fills the others.
+_LOSSES = frozenset("nll_loss_forward nll_loss_backward nll_loss2d_forward nll_loss2d_backward".split())
 # Inductor does not fuse these with what is around them.
 _NOT_FUSED = frozenset(
     "topk sort argsort cumsum bincount histc index_put index_put_ scatter_add scatter_add_ index_add index_add_ "
@@ -153,9 +155,7 @@ class Tally:
         addresses = {_key(t) for t in sources}
         if all(_key(t) in addresses for t in results) and not base.endswith("_"):
             return  # a view under another name, such as aten._unsafe_view
-        if base in _FILLS or base.startswith(
-            "nll_loss"
-        ):  # reads and writes one element a row, and backward fills the others
+        if base in _FILLS or base in _LOSSES:
             sources = []
         if base == "embedding":  # reads the rows that are looked up, not the whole weight
             self._separate(args, kwargs, [OpCost("pointwise", 0, 2 * sum(map(_bytes, results)))])

@@ -68,7 +68,7 @@ def forked_map(function: Callable[[T], R], arguments: Sequence[T], processes: in
 
 
 def _places(first: int, end: int, taken: Any) -> Iterator[int]:
-    """The arguments of a process, which takes each when it is asked for it."""
+    """Places of the arguments that a process computes: `first`, then at each request the next that no process has taken."""
     place = first
     while place < end:
         yield place

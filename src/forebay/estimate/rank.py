@@ -17,7 +17,7 @@ from forebay.config.fast_path import GRAPH_NODES
 from forebay.estimate.allocator import ROLES
 from forebay.estimate.fit import RankFit, largest_total, least_budget, planning_error
 from forebay.estimate.fsdp import least_bytes, param_groups
-from forebay.estimate.layer_time import Clock, KernelTime, LayerTimer
+from forebay.estimate.layer_time import NO_TIME, Clock, KernelTime, LayerTimer
 from forebay.estimate.layers import LayerPlan
 from forebay.estimate.offloading import ENDS, Link, is_cut, offloaded_bytes
 from forebay.estimate.parts import Part, placed_parts
@@ -416,8 +416,8 @@ class StepTimer:
         group = FSDP_LAUNCHES if fsdp else 0
         own = [timer.layer(layer, self._placements_in(layer.number)) for layer in stage.layers]
         ahead, back = ([time.computing for time in times] for times in zip(*own, strict=True))
-        head = timer.end(self.run.trace.head)[1].computing if stage.head else 0.0
-        beside = map(Beside, [0.0, *ahead], [*back[1:], head], [0.0, *back])
+        head = timer.end(self.run.trace.head) if stage.head else (NO_TIME, NO_TIME)
+        beside = map(Beside, [0.0, *ahead], [*back[1:], head[1].computing], [0.0, *back])
         for layer, (f, b), hides in zip(stage.layers, own, beside, strict=False):
             more = sharding.layer(self._elements(layer), hides)
             forward.append(f + KernelTime(more[0], launches=group / 3))
@@ -428,7 +428,7 @@ class StepTimer:
             if not engine:  # an engine adds the tokens' gradients to the vocabulary's once a step
                 backward[-1] = backward[-1] + b
         if stage.head:
-            f, b = timer.end(self.run.trace.head)
+            f, b = head
             forward.append((f + b if engine else f) + KernelTime(launches=MICROBATCH_HEAD))
             if not engine:
                 backward.insert(0, b + KernelTime(launches=2 * group / 3))

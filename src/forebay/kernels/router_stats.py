@@ -19,7 +19,7 @@ from torch import Tensor
 
 from forebay.kernels.launch import Backend, cdiv, launch, next_power_of_2, use_triton
 
-# What a program takes: 1024 slots, which are 8 for each of its threads, or 4096 logits, which are 32. Not swept.
+# A program counts 1024 slots, 8 for each of its 128 threads, or reads 4096 logits, 32 for each thread. Not swept.
 _SLOTS = 1024
 _LOGITS = 4096
 _WARPS = 4

@@ -384,11 +384,11 @@ class TurnSchedule(CopySchedule):
         return self._stall
 
     def plan(self) -> Plan:
+        plan = super().plan()
         if not self.fetched or self._back_rate == inf:
-            return super().plan()
+            return plan
         backwards = range(self.step.turn, len(self.events))
-        returns = {self.step.name(i): self.seconds[i] * self._back_rate for i in backwards}
-        return replace(super().plan(), returns=returns)
+        return replace(plan, returns={self.step.name(i): self.seconds[i] * self._back_rate for i in backwards})
 
     def _may_release(self, event: int, call: int) -> bool:
         # A call that is still leaving at the turn, where it or one before it is needed first, is taken back and not fetched.

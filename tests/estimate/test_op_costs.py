@@ -215,7 +215,7 @@ def test_attention_takes_what_it_took() -> None:
 
 
 def test_experts_compute_whole_tiles() -> None:
-    """Of 256 x 256 and 64 elements of a sum, for each expert that has rows."""
+    """Of 256 x 256 and 64 elements of a sum, for each expert that has rows, or of 128 x 128 and 128 if these are few."""
     with FakeTensorMode(), OpRecorder(1) as recorder:
         rows, weights = torch.empty(2056, 32, dtype=torch.bfloat16), torch.empty(8, 32, 272, dtype=torch.bfloat16)
         ends = torch.empty(8, dtype=torch.int32)
@@ -227,9 +227,9 @@ def test_experts_compute_whole_tiles() -> None:
     matrices, moved = 2 * 8 * 32 * 272, 2 * 2056 * (32 + 272)
     one = OpCost("grouped", 2 * 2056 * 32 * 272, moved + matrices, matrices=matrices, tiles=8 * 2 * 2, depth=64)
     assert many == one
-    assert (fewer.tiles, two.tiles) == (8 * 2, 2 * 2)
-    assert replace(gradient, padding=1.0) == replace(one, kind="grouped_weights", tiles=8 * 2, depth=320)
-    assert gradient.padding == pytest.approx((257 + 64) / 257)
+    assert (fewer.tiles, two.tiles, two.depth) == (8 * 2, 2 * 3, 128)
+    assert replace(gradient, padding=1.0) == replace(one, kind="grouped_weights", tiles=8 * 3, depth=384, small=True)
+    assert gradient.padding == pytest.approx(384 / 257)
 
 
 @pytest.mark.parametrize("heads", [4, 1])

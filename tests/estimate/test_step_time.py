@@ -60,25 +60,37 @@ def test_each_kind_has_its_rate() -> None:
 
 
 def test_experts_products_take_whole_tiles_in_turns() -> None:
-    """The kernels of three captured steps on an H200. Full tiles of long sums run at what power allows."""
+    """The kernels of six steps on H200s, small tiles among them. Full tiles of long sums run at what power allows."""
     file = Path(__file__).parents[2] / "benchmarks" / "results" / "captured_kernels.json"
     clock = Clock(load("h200"))
     for p in json.loads(file.read_text("utf-8"))["products"]:
         op = _grouped(p["kind"], p["rows"], p["inner"], p["outer"], p["experts"], 2)
-        assert clock.seconds(op) == pytest.approx(p["microseconds"] / 1e6, rel=0.08), p
+        assert clock.seconds(op) == pytest.approx(p["microseconds"] / 1e6, rel=0.12 if op.small else 0.08), p
     one, two = (clock.seconds(_grouped("grouped", 66 * rows, 2048, 256, 66, 2)) for rows in (1024, 1025))
     assert two > 1.08 * one, "one row more is another turn of all multiprocessors"
 
 
 def test_experts_with_few_rows_are_bound_by_their_matrices() -> None:
-    """128 rows of each of 48 experts: 0.43 ms for [1216, 7168] and 0.21 for [3584, 1216] on an H200, their gradients 0.48 and
-    0.26, and 1.2 and 0.61 added to fp32 sums."""
+    """Gradients from 128 rows of each of 48 experts: 0.48 ms for [1216, 7168] and 0.26 for [3584, 1216] on an H200, and 1.2 and
+    0.61 added to fp32 sums; 0.94 and 0.48 for 112 rows of 128 experts, [896, 3072] and [896, 1536] (run 10 of draw 26)."""
     clock = Clock(load("h200"))
     adds = replace(clock, sums=4.0)
-    for inner, outer, *took in ((1216, 7168, 430, 475, 1190), (3584, 1216, 215, 255, 606)):
-        ops = [_grouped(kind, 6144, inner, outer, 48, 2) for kind in ("grouped", "grouped_weights", "grouped_weights")]
-        found = [c.seconds(op) for c, op in zip((clock, clock, adds), ops, strict=True)]
-        assert found == pytest.approx([t / 1e6 for t in took], rel=0.13)
+    for rows, inner, outer, experts, took, added in (
+        (6144, 1216, 7168, 48, 475, 1190),
+        (6144, 3584, 1216, 48, 255, 606),
+        (14336, 896, 3072, 128, None, 940),
+        (14336, 896, 1536, 128, None, 482),
+    ):
+        op = _grouped("grouped_weights", rows, inner, outer, experts, 2)
+        assert adds.seconds(op) == pytest.approx(added / 1e6, rel=0.13)
+        assert took is None or clock.seconds(op) == pytest.approx(took / 1e6, rel=0.13)
+
+
+def test_torch_picks_tiles_by_the_rows_that_a_capacity_may_fill() -> None:
+    """Half of them are empty, and the large tiles compute as many of the others."""
+    few, many = (_grouped("grouped", 96 * 48, 4608, 640, 48, 2, given * 48) for given in (96, 192))
+    assert (few.small, few.tiles, many.small, many.tiles) == (True, 48 * 5, False, 48 * 3)
+    assert few.flops == many.flops
 
 
 def test_a_routers_product_is_bound_by_its_rows() -> None:

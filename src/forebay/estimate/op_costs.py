@@ -280,6 +280,9 @@ _CLUSTER, _STAGE = 256, 64
 """Rows and columns of what two multiprocessors of a Hopper GPU compute together of an expert's product in `F.grouped_mm`, two
 tiles of 128 x 256, and the elements of an inner sum that they add at a time: CUTLASS's tiles as torch 2.11 picks them, in the
 kernels' names."""
+_SMALL = 128
+"""Rows, columns and elements of the same with small tiles (two of 64 x 128), which torch picks for results of up to so many rows
+or columns an expert."""
 _WIDTH = 64
 """Widths of heads are padded to multiples of it."""
 _EXPONENTIALS = 200
@@ -426,23 +429,26 @@ def _bytes(tensor: Tensor) -> int:
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
-def _grouped(kind: str, rows: int, inner: int, outer: int, experts: int, size: int) -> OpCost:
+def _grouped(kind: str, rows: int, inner: int, outer: int, experts: int, size: int, given: int = 0) -> OpCost:
     """Rows of `inner` elements times the matrix [inner, outer] of their expert, or the gradient of those matrices.
 
-    Rows are spread evenly, and tiles of one expert read its matrix from the cache.
+    Rows are spread evenly, and tiles of one expert read its matrix from the cache. `given`: rows with those that a capacity
+    leaves empty, by which torch picks its tiles.
     """
     matrices = size * experts * inner * outer
     moved = size * rows * (inner + outer) + matrices
     used = max(1, min(experts, rows))
     each = -(-max(1, rows) // used)
     if kind == "grouped_weights":
-        # The kernel that adds to sums ends each expert's rows with a tile of `_TILE`, half empty on average.
-        height, depth, padding = inner, each, max(1.0, each / _TILE + 0.5) * _TILE / each
+        # The kernel that adds to sums takes each expert's rows in tiles of `_TILE`.
+        height, depth, padding, least = inner, each, -(-each // _TILE) * _TILE / each, inner
     else:
-        height, depth, padding = each, inner, 1.0
-    tiles = used * -(-height // _CLUSTER) * -(-outer // _CLUSTER)
-    depth = -(-depth // _STAGE) * _STAGE
-    return OpCost(kind, 2 * rows * inner * outer, moved, padding=padding, matrices=matrices, tiles=tiles, depth=depth)
+        height, depth, padding, least = each, inner, 1.0, max(rows, given) // experts
+    small = min(least, outer) <= _SMALL
+    side, stage = (_SMALL, _SMALL) if small else (_CLUSTER, _STAGE)
+    tiles, depth = used * -(-height // side) * -(-outer // side), -(-depth // stage) * stage
+    flops = 2 * rows * inner * outer
+    return OpCost(kind, flops, moved, padding=padding, matrices=matrices, tiles=tiles, depth=depth, small=small)
 
 
 def _moved(*elements: int, size: int, kernels: int = 1) -> OpCost:
@@ -468,9 +474,9 @@ def _experts(
     return [
         _moved(6 * ids.numel(), size=ids.element_size(), kernels=_ROUTE_KERNELS + biases),
         _gathered(rows, hidden, size),
-        _grouped("grouped", rows, hidden, 2 * inner, experts, size),
+        _grouped("grouped", rows, hidden, 2 * inner, experts, size, slots),
         _moved(3 * rows * inner, size=size),
-        _grouped("grouped", rows, inner, hidden, experts, size),
+        _grouped("grouped", rows, inner, hidden, experts, size, slots),
         _moved(rows * hidden, tokens * hidden, size=size),
     ]
 
@@ -481,23 +487,23 @@ def _experts_backward(tally: Tally, dy: Tensor, x: Any, h: Any, order: Tensor, *
     transposed, needs = settings[2], settings[5:]
     need_x, _, _, need_down = needs[:4]
     deferred = len(needs) > 6 and bool(needs[6])
-    rows, hidden, size = int(order.shape[0] * tally.live), dy.shape[1], dy.element_size()
-    tokens = tally.rows(dy.shape[0])
+    slots, hidden, size = order.shape[0], dy.shape[1], dy.element_size()
+    rows, tokens = int(slots * tally.live), tally.rows(dy.shape[0])
     inner = down.shape[1] if transposed else down.shape[2]
     experts = gate_up.shape[0]
     gather, combine = _gathered(rows, hidden, size), _moved(tokens * hidden, rows * hidden, size=size)
     costs = [] if rest[6] is None else [_moved(kernels=_BIASES_BACKWARD, size=size)]
     if h is None or not h.numel():
-        costs += [gather, _grouped("grouped", rows, hidden, 2 * inner, experts, size)]
+        costs += [gather, _grouped("grouped", rows, hidden, 2 * inner, experts, size, slots)]
     costs += [
         gather,
-        _grouped("grouped", rows, hidden, inner, experts, size),
+        _grouped("grouped", rows, hidden, inner, experts, size, slots),
         _moved(6 * rows * inner, size=size),  # reads h and da; writes dh and act
     ]
     if need_down and not deferred:
         costs.append(_grouped("grouped_weights", rows, hidden, inner, experts, size))
     if need_x:
-        costs += [_grouped("grouped", rows, 2 * inner, hidden, experts, size), combine]
+        costs += [_grouped("grouped", rows, 2 * inner, hidden, experts, size, slots), combine]
     return costs
 
 

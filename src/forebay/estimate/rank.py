@@ -336,8 +336,9 @@ FSDP_LAUNCHES = 210
 """The host's work for a group of FSDP2 in a microbatch, besides launching its kernels. A third of it is in the forward."""
 STEP_LAUNCHES = 460
 """What the host does in a step while the device is idle: the batch, the optimizer's groups, reading the loss."""
-GRAPH_STEP_LAUNCHES = 100
-"""The same with a step's CUDA graph."""
+GRAPH_STEP_LAUNCHES = 160
+"""The same with a step's CUDA graph: the device waits for 2 ms between two replays (run 10 of the twenty-sixth draw), and nine
+steps of 22 to 44 ms of draws 24 to 27 took 0.7 to 1.0 ms longer than planned with 100."""
 GRAPH_PARAMETER = 1.3
 """What that has besides for each of a rank's parameters where processes share them: the gather before the replay is launched by a
 host that has waited for the device. Runs 08 and 20 of the twentieth blind draw, on two H200s: 2.8 ms with 120 parameters, on a

@@ -309,8 +309,9 @@ _UPDATES: Mapping[int, float] = MappingProxyType({4: 0.80, 2: 0.60})
 _HALF_UPDATE = 2.5e12
 """Bytes/s of an update in bf16 that slower memory does not slow down, up to its share in fp32: 2.2 to 2.4 TB/s in runs 00, 04 and
 07 of the twenty-seventh draw, on an H100."""
-_SPLIT_UPDATES = 0.86
-"""The same of the update of split weights (`forebay.kernels.split_adamw`): 3.6 TB/s of 4.36e9 weights on an H200."""
+_SPLIT_UPDATES = 0.93
+"""The same of the update of split weights (`forebay.kernels.split_adamw`) and of their gradients' norm: 4.06 TB/s of 5.6e9
+weights on an H200 (run 10 of the twenty-sixth draw)."""
 _FOREACH = 0.75
 """The same of an update that is not fused."""
 _CHUNKS, _CHUNKS_CONVERTED = 1.25, 2.2

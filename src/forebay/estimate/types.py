@@ -180,7 +180,7 @@ class OpCost:
         launches: kernels.
         padding: what is computed besides, because kernels compute whole tiles, as a multiple of `flops`: 1 for none.
         matrices: those of the bytes that are experts' matrices.
-        tiles: of all experts' results, as two multiprocessors compute them together.
+        tiles: of all experts' results, as two multiprocessors compute them together; `small` ones or large.
         depth: elements that each element of such a tile is a sum of.
         loads: elements that an unvectorized pointwise kernel reads and writes one by one; also waits that take as long.
     """
@@ -194,6 +194,7 @@ class OpCost:
     tiles: int = 0
     depth: int = 0
     loads: int = 0
+    small: bool = False
 
 
 @dataclass(frozen=True)

@@ -303,17 +303,17 @@ class _Segments:
         return found
 
 
-_UPDATES: Mapping[int, float] = MappingProxyType({4: 0.80, 2: 0.60})
-"""Share of a copy's bandwidth that AdamW's fused update and clipping reach, by the size of an element: 3.31 to 3.56 TB/s in fp32,
-2.35 to 2.76 in bf16 on H200s (benchmarks/results/step_kernels.json)."""
-_HALF_UPDATE = 2.5e12
-"""Bytes/s of an update in bf16 that slower memory does not slow down, up to its share in fp32: 2.2 to 2.4 TB/s in runs 00, 04 and
-07 of the twenty-seventh draw, on an H100."""
-_SPLIT_UPDATES = 0.93
+_Rate = tuple[float, float]
+"""Of an update: a share of a copy's bandwidth, and bytes/s that faster memory does not raise."""
+_UPDATES: Mapping[int, _Rate] = MappingProxyType({4: (0.88, 3.4e12), 2: (0.80, 2.5e12)})
+"""AdamW's fused update and clipping, by the size of an element: 3.31 to 3.56 TB/s in fp32, 2.35 to 2.76 in bf16 on H200s
+(benchmarks/results/step_kernels.json), 2.6, and 2.2 to 2.4 on H100s (runs 00, 04 and 07 of the twenty-seventh draw), where copies
+reach 2.97 for 4.25."""
+_SPLIT_UPDATES: _Rate = (1.0, 4.0e12)
 """The same of the update of split weights (`forebay.kernels.split_adamw`) and of their gradients' norm: 4.06 TB/s of 5.6e9
-weights on an H200 (run 10 of the twenty-sixth draw)."""
-_FOREACH = 0.75
-"""The same of an update that is not fused."""
+weights on an H200 (run 10 of the twenty-sixth draw), 3.0 on an H100."""
+_FOREACH: _Rate = (0.93, 3.2e12)
+"""The same of an update that is not fused: 2.8 TB/s on H100s (run 02 of the twenty-seventh and of the twenty-ninth draw)."""
 _CHUNKS, _CHUNKS_CONVERTED = 1.25, 2.2
 """How much longer than a copy FSDP2's `chunk_cat` takes for the bytes that it reads and writes: as they are 3.4 TB/s, and 1.7 and
 2.1 from bf16 to fp32 (benchmarks/results/nccl_links.json)."""
@@ -435,16 +435,14 @@ class ShardingTime:
                 a fused update, or else multiplies them in a kernel that takes four times as long.
         """
         s = self.sharing
-        share = _UPDATES[s.parameter] if fused else _FOREACH
-        if fused and s.parameter < 4:
-            share = max(share, min(_UPDATES[4], _HALF_UPDATE / self.device.at("bandwidth", parameters)))
         half = s.trainer and s.parameter < 4
         clipping = clips * ((1 if fused else 8) if half else 2)
         split = sum(p.split for p in (*parts, ends))
         rest = parameters - s.parameter * split
-        optimizer = self._clock.moved(rest * ((7 if fused else 21) + 1 + clipping)) / share
+        update = _UPDATES[s.parameter] if fused else _FOREACH
+        optimizer = self._updating(rest * ((7 if fused else 21) + 1 + clipping), update)
         # Gradients are read twice, once for their norm; weights and moments are read and written.
-        optimizer += self._clock.moved(split * (6 * s.parameter + 2 * s.summed)) / _SPLIT_UPDATES
+        optimizer += self._updating(split * (6 * s.parameter + 2 * s.summed), _SPLIT_UPDATES)
         adding = self.microbatches * self._adding(ends)
         if not s.sharded:
             return StepOverhead(reduce=adding, optimizer=optimizer)
@@ -458,6 +456,10 @@ class ShardingTime:
             return StepOverhead(gathers.exposed + self._clock.moved(zeros), reduces.exposed, optimizer)
         gather = gathers.exposed * (2 * self.microbatches if s.reshard else 1)
         return StepOverhead(gather, reduces.exposed * (1 if s.sums else self.microbatches) + adding, optimizer)
+
+    def _updating(self, count: int, rate: _Rate) -> float:
+        share, most = rate
+        return count / min(share * self.device.at("bandwidth", count), most)
 
     @property
     def _columns(self) -> int:

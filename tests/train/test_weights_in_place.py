@@ -184,6 +184,16 @@ def test_split_weights_are_not_changed_or_saved_as_if_they_were_whole(tmp_path: 
         assert not differing(saved, wanted)
 
 
+def test_a_held_model_loads_whole_weights(tmp_path: Path) -> None:
+    with sizes(256, 80), Trainer(settings(write_text(tmp_path), "float32", "compute")) as trainer:
+        held = trainer.model
+        wanted = {name: t.detach().clone() for name, t in held.state_dict().items()}
+        trainer.step(1)
+        held.load_state_dict(wanted)
+        found = {name: local(t.detach()) for name, t in trainer.model.state_dict().items()}
+        assert not differing({name: local(t) for name, t in wanted.items()}, found)
+
+
 @pytest.mark.gpu
 @pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("reshard", [False, True])

@@ -101,8 +101,11 @@ class GradientEngine:
     def __init__(self, parts: EngineParts, cut: CutModel):
         self._parts, self._cut, self._device, self._router = parts, cut, parts.mesh.device, parts.router
         self._unsharded = UnshardedStep(parts.model, cut, parts.config.step.reshard, parts.in_place)
-        # A model that somebody held through a step is saved whole.
-        self._before_state_dict = parts.model.register_state_dict_pre_hook(lambda *_: self.take_weights_back())
+        # A model that somebody held through a step is saved whole, and loaded whole: what is written to split weights is lost.
+        self._before_state_dict = (
+            parts.model.register_state_dict_pre_hook(lambda *_: self.take_weights_back()),
+            parts.model.register_load_state_dict_pre_hook(lambda *_: self.take_weights_back()),
+        )
         self._deferred = DeferredExperts(parts.model)
         self._deferred.store.sums = self._unsharded.expert_sum
 
@@ -148,7 +151,8 @@ class GradientEngine:
             self.cuda_graph.release()
             self.cuda_graph = None
         self._unsharded.close()
-        self._before_state_dict.remove()
+        for hook in self._before_state_dict:
+            hook.remove()
         self._deferred.close()
 
     @contextmanager

@@ -188,6 +188,23 @@ def test_a_use_that_failed_leaves_no_experts_gathered_for_the_next_step(folder: 
     assert figures == same_figures and not differing(state, same)
 
 
+def test_a_step_that_failed_leaves_no_sums_for_the_next_step(folder: str) -> None:
+    """After the last backward: the head's sum is handed to FSDP2 then, and added to what is there."""
+    settings = three_microbatches(folder, {"graph": True}, {"overlap": True}, "bfloat16")
+    found = []
+    for fails in (False, True):
+        with Trainer(settings) as trainer:
+            if fails:
+                engine: Any = trainer.engine
+                full = mock.patch.object(engine._unsharded, "reduce", side_effect=torch.OutOfMemoryError("full"))
+                with full, pytest.raises(torch.OutOfMemoryError):
+                    trainer.gradients(1)
+                trainer.discard()
+            trainer.gradients(1)
+            found.append({n: whole(p.grad).clone() for n, p in trainer.model.named_parameters()})
+    assert not differing(*found)
+
+
 def gathered(experts: torch.nn.Module) -> bool:
     """Whether the weights are gathered: parameters of the compute dtype."""
     return all(p.dtype == torch.bfloat16 for p in experts.parameters())

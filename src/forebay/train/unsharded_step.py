@@ -281,7 +281,10 @@ class UnshardedStep:
         """
         for record in self._records():
             parameter = record.unsharded_param
-            if not parameter.requires_grad or any(record is other for other in elsewhere):
+            if not parameter.requires_grad:
+                continue
+            if any(record is other for other in elsewhere):
+                record.unsharded_accumulated_grad = None  # a failed step may have left it, and `_add` would add to it
                 continue
             if record.reduce_dtype in (None, parameter.dtype):
                 parameter.grad = torch.zeros_like(parameter)

@@ -1,21 +1,26 @@
 """Checkpoints of several processes: replicas, failures of one rank, random numbers. test_matrix.py resumes on other meshes."""
 
+import io
 import json
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
 from forebay.errors import RunError
 from forebay.train import checkpoint, restore
 from forebay.train.checkpoint import Checkpoints
 from forebay.train.distributed import ALONE, Mesh
+from forebay.train.loop import train
 from forebay.train.trainer import Trainer
 from tests.ranks import run_ranks
-from tests.train.common import WIDE, config, digests, write_text
+from tests.train.common import MODEL, WIDE, config, digests, write_text
 
 
 def layers_of(folder: str, layers: int, **parallel: Any) -> Any:
@@ -102,6 +107,32 @@ def failing(rank: int, world: int, folder: str) -> list[str]:
         with pytest.raises(RunError) as caught:
             restore.load(first, trainer.model, trainer.optimizer)
         return [*messages, str(caught.value)]
+
+
+def resumed(rank: int, world: int, folder: str) -> list[str]:
+    """The checkpoints that this rank loads: for rank 1, a file of the newest one is not there yet."""
+    settings = config(folder, MODEL, train={"batch": 4, "steps": 4}, checkpoint={"every": 2, "keep": 3})
+    train(settings, Console(file=io.StringIO()))
+    loaded: list[str] = []
+    compare, load = restore._compare, restore.load
+
+    def late(path: Path, files: Any) -> None:
+        if rank == 1 and path.name == "step-00000004" and "trainer.json" in files:
+            raise restore._damaged(path, "trainer.json is missing")
+        compare(path, files)
+
+    def loading(path: Path, *args: Any) -> Any:
+        loaded.append(path.name)
+        return load(path, *args)
+
+    longer = replace(settings, train=replace(settings.train, steps=5))
+    with mock.patch.object(restore, "_compare", late), mock.patch.object(restore, "load", loading):
+        train(longer, Console(file=io.StringIO()), resume="auto")
+    return loaded
+
+
+def test_all_ranks_go_on_from_one_checkpoint(tmp_path: Path) -> None:
+    assert run_ranks(resumed, 2, write_text(tmp_path), seconds=100) == [["step-00000002"]] * 2
 
 
 def no_memory(*_: Any, **options: Any) -> Any:

@@ -43,7 +43,7 @@ from forebay.errors import (
 from forebay.memory.step import StepReport
 from forebay.pipeline.partition import Partition
 from forebay.train import checkpoint, hf_io, restore, run_folder
-from forebay.train.distributed import Mesh, World, not_found
+from forebay.train.distributed import Mesh, World, not_found, on_all
 from forebay.train.durable import FolderLock, replace_text
 from forebay.train.fast_path import fast_path_of
 from forebay.train.heartbeat import Heartbeat, ending_after
@@ -469,7 +469,9 @@ class _TrainingRun:
 
     def _load(self, path: Path) -> int:
         self.start = replace(self.start, resumed=path)
-        about = restore.read_about(path)
+        # Each process reads: one that finds a damaged file, as on a file system that is late, must not go on to another checkpoint
+        # alone.
+        about = on_all(lambda: restore.read_about(path))[0]
         self._check_same(path, about)
         if about["step"] >= self.config.train.steps:
             if self.start.is_auto:

@@ -145,6 +145,9 @@ def refusals(rank: int, world: int) -> list[str]:
         lambda: manage(model, dispatcher=NcclDispatcher(dist.group.WORLD, experts * 2)),
         lambda: manage(model, dispatcher=NcclDispatcher(dist.group.WORLD, experts), experts=None),
         lambda: manage(model, recompute="sometimes"),
+        lambda: manage(
+            model, "auto", budget="1GiB", recompute="full", dispatcher=NcclDispatcher(dist.group.WORLD, experts)
+        ),
     ):
         with pytest.raises((ValueError, PolicyError)) as caught:
             attempt()
@@ -153,7 +156,8 @@ def refusals(rank: int, world: int) -> list[str]:
 
 
 def test_refusals_say_what_would_be_valid() -> None:
-    indivisible, whole, number, foreign, mode = run_ranks(refusals, 2)[0]
+    indivisible, whole, number, foreign, mode, alone = run_ranks(refusals, 2)[0]
+    assert "recompute='full' repeats communication" in alone and "use recompute='light'" in alone
     assert (
         "65 experts cannot be divided evenly among 2 ranks; valid expert-parallel sizes are 1, 5, 13, 65" in indivisible
     )

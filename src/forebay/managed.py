@@ -322,8 +322,8 @@ def check_options(
         raise PolicyError("expert parallelism (dispatcher=...) needs experts='forebay'")
     if dispatcher is not None and dispatcher.size > 1 and policy == "auto" and recompute != "light":
         raise PolicyError(
-            f"recompute={recompute!r} repeats communication, but with policy='auto' each process chooses its own regions, and they "
-            "would wait for each other; use recompute='light', or a policy of placements"
+            f"recompute={recompute!r} repeats communication, but with policy='auto' each process chooses its own regions, and "
+            "all would wait for each other; use recompute='light', or a policy of placements"
         )
     for option, value, valid in (
         ("attention", attention, ("flex",)),

@@ -1,6 +1,7 @@
 """Ticket: states are checked, and its death frees the bytes with or without its store."""
 
 from itertools import product
+from unittest import mock
 
 import pytest
 import torch
@@ -27,6 +28,16 @@ def test_a_wrong_transition_names_both_states() -> None:
         else:
             with pytest.raises(RuntimeError, match=f"from {source.value} to {target.value}"):
                 ticket.advance(target)
+
+
+def test_nobody_finds_a_ticket_that_dies() -> None:
+    """Another thread may look for tickets while one gives its bytes back."""
+    store = HostStore(torch.device("cpu"))
+    ticket = sent(store, torch.ones(4096, dtype=torch.uint8))
+    found = []
+    with mock.patch.object(store.pool, "give", lambda _: found.append(store.live_tickets)):
+        del ticket
+    assert found == [0]
 
 
 def test_a_ticket_that_outlives_its_store_frees_its_bytes() -> None:

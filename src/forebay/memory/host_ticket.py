@@ -9,6 +9,7 @@ the device when they leave it and expanded there when they are read (`forebay.me
 import enum
 import sys
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -47,12 +48,59 @@ _TRANSITIONS = frozenset(
 )
 
 
-@dataclass(eq=False, repr=False, slots=True, weakref_slot=True)
+@dataclass(eq=False, repr=False, slots=True)
+class _HeldBytes:
+    """The bytes of a ticket, and what freeing them takes. Dies with its ticket.
+
+    Trap: the ticket itself has no ``__del__``. While that of an object runs, weak references still give the object: another
+    thread would go on with a ticket whose bytes are gone.
+    """
+
+    pool: HostPool
+    device_bytes: torch.Tensor | None
+    compute: Any
+    others: tuple[Any, ...]
+    host_block: HostBlock | None = None
+    out: CopyDone | None = None
+    back: CopyDone | None = None
+
+    def guard_block(self) -> None:
+        """Before the device block returns to its allocator: the streams that may get it next wait for all that uses it.
+
+        Trap: that includes the copy out of a ticket that was taken back while leaving. Its bytes are not needed, but the memory
+        that it reads may be unmapped (expandable segments, ``torch.cuda.empty_cache()``).
+        """
+        last = self.back or self.out  # a copy back comes after `release`, which waited for the copy out
+        if last is not None:
+            last.block(self.compute)
+            for other in self.others:  # the block may belong to the allocator of any of them
+                last.block(other)
+        for other in self.others:
+            self.compute.wait_stream(other)
+
+    def __del__(self, ending: Any = sys.is_finalizing) -> None:
+        # Trap: this runs at any time, in any thread, also in a garbage collection within any call of the store or the pool. It
+        # must not change what a call works on: it only enqueues waits and appends to a deque.
+        if ending():
+            return
+        if self.host_block is not None:
+            self.pool.give(self.host_block)
+        if self.device_bytes is not None:
+            self.guard_block()
+            self.device_bytes = None
+
+
+def _held(name: str) -> Any:
+    def put(ticket: "Ticket", value: Any) -> None:
+        setattr(ticket.held, name, value)
+
+    return property(attrgetter(f"held.{name}"), put)
+
+
 class Ticket:
     """The bytes of one storage. The autograd graph owns it; its death frees the bytes.
 
     Attributes:
-        pool: gets `host_block` back.
         nbytes: size of the storage.
         device_bytes: the uint8 device tensor, compressed or not, or None; until the ticket leaves, a view of the saved storage.
         compute: the stream that made the bytes and reads them again; None on a CPU.
@@ -60,23 +108,32 @@ class Ticket:
         others: further streams that saved the storage or read it.
         compressed: the bytes were compressed, and are not expanded yet.
         state: where the bytes are; changed only through `advance`.
-        host_block: where they are on the host; None until they are sent.
+        host_block: where they are on the host, which goes back to `pool`; None until they are sent.
         out, back: the last copy out and the last copy back.
         address: data pointer of the bytes when they were sent.
     """
 
-    pool: HostPool
-    nbytes: int
-    device_bytes: torch.Tensor | None
-    compute: Any
-    rounds: bool
-    others: tuple[Any, ...] = ()
-    compressed: bool = False
-    state: TicketState = TicketState.UNSENT
-    host_block: HostBlock | None = None
-    out: CopyDone | None = None
-    back: CopyDone | None = None
-    address: int = 0
+    __slots__ = ("__weakref__", "address", "compressed", "held", "nbytes", "rounds", "state")
+
+    device_bytes: torch.Tensor | None = _held("device_bytes")
+    compute: Any = _held("compute")
+    others: tuple[Any, ...] = _held("others")
+    host_block: HostBlock | None = _held("host_block")
+    out: CopyDone | None = _held("out")
+    back: CopyDone | None = _held("back")
+
+    def __init__(
+        self,
+        pool: HostPool,
+        nbytes: int,
+        device_bytes: torch.Tensor,
+        compute: Any,
+        rounds: bool,
+        others: tuple[Any, ...] = (),
+    ):
+        self.held = _HeldBytes(pool, device_bytes, compute, others)
+        self.nbytes, self.rounds, self.compressed, self.address = nbytes, rounds, False, 0
+        self.state = TicketState.UNSENT
 
     @property
     def host_bytes(self) -> int:
@@ -105,7 +162,7 @@ class Ticket:
         for other in self.others:
             self.compute.wait_stream(other)
         with on_stream(self.compute):
-            self.device_bytes, self.compressed = compress(self.device_bytes), True
+            self.held.device_bytes, self.compressed = compress(self.device_bytes), True
         for other in self.others:
             other.wait_stream(self.compute)
 
@@ -115,29 +172,8 @@ class Ticket:
         with on_stream(self.compute):
             expanded = expand(self.device_bytes, self.nbytes)
         self.guard_block()  # the compressed block's
-        self.device_bytes, self.compressed = expanded, False
+        self.held.device_bytes, self.compressed = expanded, False
 
     def guard_block(self) -> None:
-        """Before the device block returns to its allocator: the streams that may get it next wait for all that uses it.
-
-        Trap: that includes the copy out of a ticket that was taken back while leaving. Its bytes are not needed, but the memory
-        that it reads may be unmapped (expandable segments, ``torch.cuda.empty_cache()``).
-        """
-        last = self.back or self.out  # a copy back comes after `release`, which waited for the copy out
-        if last is not None:
-            last.block(self.compute)
-            for other in self.others:  # the block may belong to the allocator of any of them
-                last.block(other)
-        for other in self.others:
-            self.compute.wait_stream(other)
-
-    def __del__(self, ending: Any = sys.is_finalizing) -> None:
-        # Trap: this runs at any time, in any thread, also in a garbage collection within any call of the store or the pool. It
-        # must not change what a call works on: it only enqueues waits and appends to a deque.
-        if ending():
-            return
-        if self.host_block is not None:
-            self.pool.give(self.host_block)
-        if self.device_bytes is not None:
-            self.guard_block()
-            self.device_bytes = None
+        """See `_HeldBytes.guard_block`."""
+        self.held.guard_block()

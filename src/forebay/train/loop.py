@@ -469,8 +469,7 @@ class _TrainingRun:
 
     def _load(self, path: Path) -> int:
         self.start = replace(self.start, resumed=path)
-        # Each process reads: one that finds a damaged file, as on a file system that is late, must not go on to another checkpoint
-        # alone.
+        # One that finds a damaged file, as on a file system that is late, must not go on to another checkpoint alone.
         about = on_all(lambda: restore.read_about(path))[0]
         self._check_same(path, about)
         if about["step"] >= self.config.train.steps:

@@ -1,10 +1,14 @@
 """HostStore: bytes come back whatever happens between, and a store does not grow."""
 
+import threading
 import weakref
+from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
+from forebay.memory import host_pool
 from forebay.memory.host_store import HostStore
 from forebay.memory.host_ticket import TicketState
 from tests.helpers import sent, used_bytes
@@ -112,3 +116,28 @@ def test_a_store_counts_the_living_and_does_not_grow_with_the_dead() -> None:
     kept.clear()
     del ticket
     assert store.live_tickets == 0
+
+
+def test_a_thread_sends_while_another_one_trims() -> None:
+    """As at the end of a step, of which a call in another thread is no part any more. A block is not given out twice."""
+    store = HostStore(torch.device("cpu"))
+    first, other = (sent(store, torch.full((4096,), n, dtype=torch.uint8)) for n in (1, 9))
+    store.release(other)
+    del first  # its block is free
+    second = store.new_ticket(torch.full((4096,), 2, dtype=torch.uint8), None)
+    sender = threading.Thread(target=store.send, args=([second],))
+    give = host_pool._Slab.give
+
+    def slowly(slab: Any, start: int, length: int) -> None:
+        if sender.ident is None:
+            sender.start()
+            sender.join(0.5)
+        give(slab, start, length)
+
+    with mock.patch.object(host_pool._Slab, "give", slowly):
+        store.trim()
+    sender.join()
+    store.release(second)
+    third = sent(store, torch.full((4096,), 3, dtype=torch.uint8))
+    store.release(third)
+    assert [int(store.wait(ticket)[0]) for ticket in (second, third)] == [2, 3]

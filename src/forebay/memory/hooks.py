@@ -247,8 +247,10 @@ class Manager:
         """
         self._end_step()
         measures = self._budget is not None and self.tuner.state is not TuneState.FOLLOW
-        if measures and self._device.type == "cuda" and self._step.finished:
-            self._base = torch.cuda.memory_allocated(self._device) - own
+        if measures and self._device.type == "cuda":
+            with self._between_steps:
+                if self._step.finished:
+                    self._base = torch.cuda.memory_allocated(self._device) - own
 
     def _move_to(self, device: torch.device) -> None:
         """Tickets that are alive stay with the store that holds them."""

@@ -65,7 +65,7 @@ class Traffic:
 
 
 def _locked(method: Callable[..., None]) -> Callable[..., None]:
-    """One thread at a time changes states of tickets: a model may run in several. A ticket's death takes no lock."""
+    """One thread at a time changes states of tickets and the pool: a model may run in several. A ticket's death takes no lock."""
 
     @wraps(method)
     def call(self: "HostStore", *args: Any) -> None:
@@ -268,22 +268,26 @@ class HostStore:
         if other is not None:
             other.wait_stream(ticket.compute)
 
+    @_locked
     def reset_stats(self) -> None:
         """Start anew to count traffic, and which slabs of host memory are used."""
         self.outbound.reset_stats()
         self.inbound.reset_stats()
         self.pool.reset_stats()
 
+    @_locked
     def synchronize(self) -> None:
         """Wait on the host for all copies. Call it before and after the capture of a CUDA graph: no stream waits any more for a
         copy from before this call, and a CUDA event must not pass between inside and outside."""
         self.lanes.synchronize()
 
+    @_locked
     def trim(self) -> None:
         """Free the host slabs that no ticket has used since `reset_stats`."""
         self.lanes.synchronize()
         self.pool.trim()
 
+    @_locked
     def close(self) -> None:
         """Free the host memory. Tickets that a graph still owns stay valid and free theirs when they die."""
         self._closed = True

@@ -115,12 +115,12 @@ class Ticket:
 
     __slots__ = ("__weakref__", "address", "compressed", "held", "nbytes", "rounds", "state")
 
-    device_bytes: torch.Tensor | None = _held("device_bytes")
+    device_bytes: Any = _held("device_bytes")
     compute: Any = _held("compute")
-    others: tuple[Any, ...] = _held("others")
-    host_block: HostBlock | None = _held("host_block")
-    out: CopyDone | None = _held("out")
-    back: CopyDone | None = _held("back")
+    others: Any = _held("others")
+    host_block: Any = _held("host_block")
+    out: Any = _held("out")
+    back: Any = _held("back")
 
     def __init__(
         self,
@@ -162,7 +162,7 @@ class Ticket:
         for other in self.others:
             self.compute.wait_stream(other)
         with on_stream(self.compute):
-            self.held.device_bytes, self.compressed = compress(self.device_bytes), True
+            self.device_bytes, self.compressed = compress(self.device_bytes), True
         for other in self.others:
             other.wait_stream(self.compute)
 
@@ -172,7 +172,7 @@ class Ticket:
         with on_stream(self.compute):
             expanded = expand(self.device_bytes, self.nbytes)
         self.guard_block()  # the compressed block's
-        self.held.device_bytes, self.compressed = expanded, False
+        self.device_bytes, self.compressed = expanded, False
 
     def guard_block(self) -> None:
         """See `_HeldBytes.guard_block`."""

@@ -13,9 +13,8 @@ from forebay.estimate.allocator import ACTIVATIONS, OPTIMIZER
 from forebay.estimate.fsdp import DEFAULT, UnshardedLifecycle
 from forebay.estimate.offloading import MEASURED_STEPS
 from forebay.estimate.rank_run import RankRun, Walked
-from forebay.estimate.run_memory import RunMemory
 from forebay.estimate.types import PAGE
-from forebay.estimate.walk_step import StepWalk
+from forebay.estimate.walk_step import RunMemory, StepWalk
 from forebay.pipeline.schedule import Action
 
 STEPS = 3

@@ -351,7 +351,7 @@ def test_experts_and_head_by_hand() -> None:
     assert flops(moe.backward_ops, "grouped") == flops(moe.backward_ops, "grouped_weights") == 3 * one
     gate_up = next(op for op in moe.forward_ops if op.kind == "grouped")
     assert gate_up.bytes == 2 * (rows * HIDDEN + rows * 2 * WIDTH + EXPERTS * HIDDEN * 2 * WIDTH)
-    assert flops(moe.light_ops, "grouped") == (3 + 2) * one  # light recomputation: two of three parts
+    assert flops(moe.light.backward_ops, "grouped") == (3 + 2) * one  # light recomputation: two of three parts
     logits = 2 * SEQUENCE * HIDDEN * VOCABULARY  # and two gradients, of which the weight's is a sum
     assert [flops(found.head.forward_ops, kind) for kind in ("gemm", "gemm_sum")] == [2 * logits, logits]
     theirs = trace(experts="transformers").layers[1].mlp

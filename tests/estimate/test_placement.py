@@ -44,7 +44,7 @@ def traced(saved: int, inputs: int, forward: int, backward: int) -> PartTrace:
 
 
 PLAIN = traced(90, 11, 100, 200)
-MOE = replace(PLAIN, light=40, stash=(30, 20))
+MOE = replace(PLAIN, light=replace(PLAIN, saved=40), stash=(30, 20))
 
 
 def machine(rate: float = FAST) -> Machine:
@@ -54,7 +54,7 @@ def machine(rate: float = FAST) -> Machine:
 def part(chance: random.Random, moe: bool) -> PartTrace:
     saved = chance.randint(50, 200)
     plain = traced(saved, *(chance.randint(*limits) for limits in ((5, 20), (100, 300), (200, 600))))
-    return replace(plain, light=saved // 2, stash=(saved // 3, saved // 5)) if moe else plain
+    return replace(plain, light=replace(plain, saved=saved // 2), stash=(saved // 3, saved // 5)) if moe else plain
 
 
 @pytest.mark.parametrize(

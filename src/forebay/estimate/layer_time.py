@@ -32,8 +32,6 @@ _RATES: Mapping[str, str] = MappingProxyType(
 )
 
 
-_LARGE = 1 << 30
-"""Bytes of a kernel whose bandwidth is that of the memory alone."""
 _UNVECTORIZED = 1.2e-12
 """Seconds of the multiprocessors, whatever the memory, for each element that an unvectorized kernel reads or writes. On an H100
 and an H200 alike, bf16 moves at 1.5 TB/s (`forebay.kernels.cross_entropy.scale`, and five kernels of 2.8 GB in run 10 of the
@@ -290,9 +288,9 @@ class LayerTimer:
         backward = self._launched(back, around + _transfers(part.backward_ops))
         if placement != "recompute":
             return forward, backward
-        if config.recompute == "light" and part.light_ops:
-            again = around + _transfers(part.light_ops)
-            return forward, self._launched(self.clock.kernel_time(part.light_ops), again)
+        if config.recompute == "light" and part.light is not None:
+            again = part.light.backward_ops
+            return forward, self._launched(self.clock.kernel_time(again), around + _transfers(again))
         return forward, forward + backward  # the host runs the forward's Python too
 
     def _launched(self, time: KernelTime, around: float = 0.0) -> KernelTime:

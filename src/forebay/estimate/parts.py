@@ -108,7 +108,7 @@ def placed_parts(
         for name, sublayer in layer.on(here):
             path = f"{prefix}.{number}.{name}"
             placement = placements.get(path, "keep")
-            light = placement == "recompute" and recompute != "full" and sublayer.light_events is not None
+            light = sublayer.light if placement == "recompute" and recompute != "full" else None
             part = _part(path, number, sublayer, "keep" if light else placement, light)
             with_previous = recompute == WHOLE_LAYER and placement == "recompute" and name == "mlp"
             balance = trace.balance if name == "mlp" and layer.is_moe else 0
@@ -122,10 +122,10 @@ def placed_parts(
     return found + ([_part("head", "head", trace.head)] if stage.head else [])
 
 
-def _part(path: str, place: Any, trace: PartTrace, placement: str = "keep", light: bool = False) -> Part:
-    events = trace.light_events if light else trace.events
+def _part(path: str, place: Any, trace: PartTrace, placement: str = "keep", light: PartTrace | None = None) -> Part:
+    events = (light or trace).events
     assert events is not None, "a trace has events"
-    part = Part(path, place, events, placement, light, trace)
+    part = Part(path, place, events, placement, light is not None, trace)
     return _stashed(part) if placement == "stash" and trace.stash[0] else part
 
 

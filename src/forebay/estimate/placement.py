@@ -157,7 +157,9 @@ def option(
     match placement:
         case "recompute" if part.light is not None and recompute != "full":
             # "save-dispatch" holds less, and is counted as "light".
-            return Option(path, placement, saved, part.light + more, LIGHT_RECOMPUTE_SHARE * machine.seconds(part)[0])
+            return Option(
+                path, placement, saved, part.light.saved + more, LIGHT_RECOMPUTE_SHARE * machine.seconds(part)[0]
+            )
         case "recompute":
             return Option(path, placement, saved, min(part.inputs, saved) + more, machine.seconds(part)[0])
         case "offload":

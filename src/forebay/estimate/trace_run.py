@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
 from forebay.estimate.events import NamedStorages, cut_nearest, head_events, part_events
+from forebay.estimate.op_costs import address
 from forebay.estimate.op_recorder import OpRecorder
 from forebay.estimate.planned_dispatch import PlannedDispatcher
 from forebay.estimate.routing import EvenRouting
@@ -66,9 +67,6 @@ class _TracedPart:
     experts: tuple[int, int]
     head_sum: int
     light: Callable[[], _TracedPart] | None = None
-
-    def with_light(self, light: PartTrace) -> PartTrace:
-        return replace(self.trace, light=light.saved, light_ops=light.backward_ops, light_events=light.events)
 
 
 @dataclass(frozen=True)
@@ -178,9 +176,11 @@ class TraceRun:
                 places = tuple(place for place, number in enumerate(self._given) if number in arguments)
                 part.trace = self.parts[path] = replace(part.trace, given=places)
                 if part.light is not None:
-                    light = part.light()
-                    self._backward(light)
-                    self.parts[path] = part.with_light(light.trace)
+                    run = part.light()
+                    self._backward(run)
+                    own = run.trace
+                    light = replace(part.trace, saved=own.saved, backward_ops=own.backward_ops, events=own.events)
+                    self.parts[path] = replace(part.trace, light=light)
 
     def _install_dispatcher(self, blocks: list[Any]) -> PlannedDispatcher | None:
         """Cut the experts to those of one rank, and plan what arrives there."""
@@ -340,7 +340,7 @@ class TraceRun:
 
     def _share(self, tensor: Tensor) -> bool:
         """An argument of all layers is one input to all of them. Whether it is new."""
-        key = tensor.untyped_storage()._cdata
+        key = address(tensor)
         if key not in self._inputs:
             self._inputs.add(key)
             self._recorder.mark_input(tensor)

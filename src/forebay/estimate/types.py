@@ -204,37 +204,25 @@ class PartTrace:
     Attributes:
         saved: for backward.
         inputs: of the input hidden states, which recomputing the part keeps.
-        light: `saved` under light recomputation of the experts, or None.
+        light: the part under light recomputation of the experts; None if it has none.
         stash: bytes of the experts' x and h in buffers of the capacity, and of pages with the rows that arrive; (0, 0) without
             expert parallelism.
         deferred: bytes of each tensor that deferred weight gradients of the experts keep (`forebay.moe.wgrad`).
         token_rows: bytes of the gathered rows that one of the experts' weight gradients needs while it is made.
         given: places in `ModelTrace.given` of what it gets as an argument.
         forward_ops, backward_ops: costs, in order.
-        light_ops, light_events: `backward_ops` and `events` under light recomputation; empty or None without it.
     """
 
     saved: int
     inputs: int
-    light: int | None = None
+    light: PartTrace | None = None
     stash: tuple[int, int] = (0, 0)
     deferred: tuple[int, ...] = ()
     token_rows: int = 0
     given: tuple[int, ...] = ()
     forward_ops: tuple[OpCost, ...] = ()
     backward_ops: tuple[OpCost, ...] = ()
-    light_ops: tuple[OpCost, ...] = ()
     events: PartEvents | None = field(default=None, repr=False, compare=False)
-    light_events: PartEvents | None = field(default=None, repr=False, compare=False)
-
-    def recompute_experts(self) -> PartTrace:
-        """The part with light recomputation in place of its own figures; itself if it has none."""
-        if self.light is None:
-            return self
-        return replace(
-            self, saved=self.light, backward_ops=self.light_ops, events=self.light_events,
-            light=None, light_ops=(), light_events=None,
-        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -295,7 +283,7 @@ class ModelTrace:
 
     def recompute_experts(self, numbers: Container[int]) -> ModelTrace:
         """The model with light recomputation of the experts of layers `numbers`."""
-        return self._with(numbers, [layer.mlp.recompute_experts() for layer in self.layers])
+        return self._with(numbers, [layer.mlp.light or layer.mlp for layer in self.layers])
 
     def with_mlps_of(self, other: ModelTrace, numbers: Container[int]) -> ModelTrace:
         """The model with the MoE sublayers of another trace of it in layers `numbers`."""

@@ -198,8 +198,7 @@ def _in_order(log: Log) -> list[AllocEvent]:
 def _without_graph(log: Log, named: NamedStorages) -> list[AllocEvent]:
     """The log has numbers of its own. Its output is the storage that is made last and is not freed."""
     events = _in_order(log)
-    freed = {n for n, size in events if not size and n >= 0}
-    stays = [n for n, size in events if size and n >= 0 and n not in freed]
+    stays = _never_freed(events)
     stays = stays or [entry.number for entry in log if isinstance(entry, Freed)][-1:]
     output = stays[-1] if stays else -1
     rest = [(n, 0) for n in stays[:-1]]

@@ -152,8 +152,8 @@ class Tally:
     def _moves(self, base: str, args: Any, kwargs: Any, out: Any) -> None:
         sources = tensors_in((args, {name: value for name, value in kwargs.items() if name != "out"}))
         results = tensors_in(out)
-        addresses = {_key(t) for t in sources}
-        if all(_key(t) in addresses for t in results) and not base.endswith("_"):
+        addresses = {address(t) for t in sources}
+        if all(address(t) in addresses for t in results) and not base.endswith("_"):
             return  # a view under another name, such as aten._unsafe_view
         if base in _FILLS or base in _LOSSES:
             sources = []
@@ -182,18 +182,18 @@ class Tally:
             if base in _ROW_PASSES:
                 self._row_pass(sources[0])
             for tensor in sources:
-                if _key(tensor) not in self._made:
+                if address(tensor) not in self._made:
                     self._read_in_run(tensor)
             for tensor in results:
-                self._made.add(_key(tensor))
-                self._unwritten[_key(tensor)] = _bytes(tensor)
+                self._made.add(address(tensor))
+                self._unwritten[address(tensor)] = _bytes(tensor)
 
     def _row_pass(self, rows: Tensor) -> None:
         moved = _ROW_PASS_BYTES * rows.numel()
         self._passes.append(OpCost("pointwise", 0, moved, 0, loads=moved // 2 if _is_unaligned(rows) else 0))
 
     def _read_in_run(self, tensor: Tensor) -> None:
-        key = _key(tensor)
+        key = address(tensor)
         if key in self._earlier:  # made in forward, and never written
             self._read_origins(tensor)
             return
@@ -213,7 +213,7 @@ class Tally:
 
     def _write(self, tensor: Tensor) -> None:
         """Something outside of runs reads the tensor."""
-        key = _key(tensor)
+        key = address(tensor)
         if key in self._unwritten:
             if key in self._earlier:
                 self._kernels = 1
@@ -420,7 +420,8 @@ def tensors_in(tree: Any) -> list[Tensor]:
     return [tensor for part in tree for tensor in tensors_in(part)]
 
 
-def _key(tensor: Tensor) -> int:
+def address(tensor: Tensor) -> int:
+    """The address of a tensor's storage, which another storage may have after it."""
     return tensor.untyped_storage()._cdata
 
 

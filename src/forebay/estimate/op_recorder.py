@@ -17,7 +17,7 @@ from torch._inductor import config as inductor_config
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from forebay.estimate.op_costs import Tally, tensors_in
+from forebay.estimate.op_costs import Tally, address, tensors_in
 from forebay.estimate.types import (
     ALL_TO_ALL_BEGIN,
     ALL_TO_ALL_END,
@@ -93,20 +93,20 @@ class OpRecorder(TorchDispatchMode):
 
     def ignore(self, tensor: Tensor) -> None:
         """Do not count a tensor that was made outside and outlives the recorder."""
-        self._sizes[_address(tensor)], self._origins[_address(tensor)] = 0, frozenset()
+        self._sizes[address(tensor)], self._origins[address(tensor)] = 0, frozenset()
 
     def mark_input(self, tensor: Tensor) -> None:
         """From here on the tensor is its own origin."""
-        key = _address(tensor)
+        key = address(tensor)
         self._add_origin(key, self.size(tensor), self._numbers.get(key, -1))
 
     def number(self, tensor: Tensor) -> int:
         """The number of its storage in `log`; -1 for one that is not counted."""
-        return self._numbers.get(_address(tensor), -1)
+        return self._numbers.get(address(tensor), -1)
 
     def origins(self, tensor: Tensor) -> frozenset[int]:
         """Numbers of the origins of a live tensor."""
-        return self._origins.get(_address(tensor), frozenset())
+        return self._origins.get(address(tensor), frozenset())
 
     def origin_storage(self, origin: int) -> int:
         return self._origin_storages[origin]
@@ -163,7 +163,7 @@ class OpRecorder(TorchDispatchMode):
                 self.log.append(Mark(MATMUL))
             self._overwrites = None
             if not self._fused and len(made) == 1 and _may_overwrite(name, sources):
-                self._overwrites = len(self.log), self.number(sources[0]), _address(results[0])
+                self._overwrites = len(self.log), self.number(sources[0]), address(results[0])
             self.log.append(Op(fused, reads, made))
             if self._fused and made and packet in _EMPTY:
                 self._empty[made[0].number] = len(self.log) - 1, ()
@@ -178,7 +178,7 @@ class OpRecorder(TorchDispatchMode):
         Compiled graphs are functional: DeepSeek's keys, which it assembles by copies, are recomputable like a result of
         `aten.cat`. What was read between two copies stays as the first one made it.
         """
-        number, key = self.number(sources[0]), _address(sources[0])
+        number, key = self.number(sources[0]), address(sources[0])
         if number not in self._empty:
             return
         at, copied = self._empty[number]
@@ -195,7 +195,7 @@ class OpRecorder(TorchDispatchMode):
 
     def _add(self, tensor: Tensor, sources: list[Tensor] | None, pads: bool) -> NewStorage | None:
         """Count a storage if it is new. `sources`: what compiled code could recompute it from; `pads`: Inductor lays it out."""
-        storage, key = tensor.untyped_storage(), _address(tensor)
+        storage, key = tensor.untyped_storage(), address(tensor)
         if key in self._sizes:
             return None
         self._sizes[key] = size = self._rounded(_padded(tensor)) if pads else self.size(tensor)
@@ -270,10 +270,6 @@ class OpRecorder(TorchDispatchMode):
 
     def _rounded(self, size: int) -> int:
         return -(-size // self._block) * self._block
-
-
-def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
 
 
 def _padded(tensor: Tensor) -> int:

@@ -231,7 +231,7 @@ class RunEstimator:
             self.sharing,
             self._placed(stages, placements),
             shortened(actions, self.engine),
-            self._adding_tokens() if self._sums_vocabulary() else 0,
+            self._adding_tokens() if self.sharing.adds_in_place else 0,
             self.hidden * self.sharing.compute,
             graph=c.step.graph and self.sharing.gpu,
             fails=self.why_called != "",
@@ -287,10 +287,6 @@ class RunEstimator:
             return list(local_plan(self.plan.microbatches, self.config.step.overlap).actions[0])
         return [action for action in self.actions[number] if action.computes]
 
-    def _sums_vocabulary(self) -> bool:
-        """Whether the engine sums the vocabulary's gradients itself."""
-        return self.engine and self.sharing.sharded and self.sharing.summed > self.sharing.compute
-
     def _adding_tokens(self) -> int:
         """Bytes that it takes for a moment to add a microbatch's gradients of embedded tokens to the vocabulary's."""
         width = self.weights.embedding[0].shape[1]
@@ -302,7 +298,7 @@ class RunEstimator:
         """Whether it adds those of embedded tokens as they are made."""
         vocabulary, width = self.weights.embedding[0].shape
         tokens = self.plan.microbatches * self.hidden // width
-        return self._sums_vocabulary() and adds_at_once(tokens, vocabulary, self.sharing.compute)
+        return self.sharing.adds_in_place and adds_at_once(tokens, vocabulary, self.sharing.compute)
 
     def _allowed(self) -> frozenset[str]:
         """Placements that the trainer can carry out. Its own `policy = "auto"` does not stash."""

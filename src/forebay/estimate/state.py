@@ -158,7 +158,8 @@ class Sharing:
 
     @property
     def adds_in_place(self) -> bool:
-        """The experts' weight gradients are added to wider sums as they are made (`forebay.kernels.grouped`)."""
+        """An engine adds the experts' weight gradients to wider sums as they are made (`forebay.kernels.grouped`), and sums the
+        vocabulary's itself."""
         return self.gathered and self.sharded and self.summed != self.compute
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +25,8 @@ from forebay.estimate import search as search_module
 from forebay.estimate.device import load
 from forebay.estimate.fit import EAGER_ERROR, SEVERAL_GPUS_ERROR, RankFit, least_budget
 from forebay.estimate.layers import plan_layers
-from forebay.estimate.plan import Fit, PlanRequest, ask, fit_run, least_total, mean_total
+from forebay.estimate.plan import Fit, PlanRequest, ask, bounding, fit_run
+from forebay.estimate.rank import RunEstimator
 from forebay.estimate.search import Candidate, MeshShape, divisors, largest, largest_of_both, meshes, ranked, search
 from forebay.estimate.trace import trace_model
 from forebay.estimate.trace_cache import TraceCache
@@ -333,7 +335,7 @@ def test_a_mesh_is_planned_until_it_is_known_not_to_fit(monkeypatch: pytest.Monk
         assert c.at_least or c == replace(exact[c.mesh], fits=c.fits)
         assert c.peak <= exact[c.mesh].peak and (c.peak > peaks[1]) == (c.fits is False)
     assert any(c.at_least for c in found.candidates) and len(planned) == len(set(planned))
-    monkeypatch.setattr(search_module, "least_total", lambda config, *_: (1 << 50 if config.parallel.pp > 1 else 0, 0))
+    monkeypatch.setattr(RunEstimator, "least", lambda run: (1 << 50 if run.config.parallel.pp > 1 else 0, 0))
     planned.clear()
     found = search(request, "mesh", 4, least_budget(peaks[1]))
     assert {mesh.pp for mesh in planned} == {1} and {c.mesh for c in found.candidates} == set(exact)
@@ -354,9 +356,10 @@ def test_no_peak_is_below_its_bound(parallel: dict[str, Any], reshard: bool) -> 
         )
         plan, traces = plan_layers(config, 4), TraceCache()
         most = fit_run(config, plan, 4, traces=traces).fullest.total
-        assert 0 < mean_total(config, plan, 4, traces) <= least_total(config, plan, 4, traces)[0] <= most
+        bounds = bounding(config, plan, 4, traces)
+        assert 0 < bounds.mean() <= bounds.least()[0] <= most
         even = replace(config, parallel=replace(config.parallel, partition="even"))
-        assert mean_total(even, plan_layers(even, 4), 4, traces) == mean_total(config, plan, 4, traces)
+        assert bounding(even, plan_layers(even, 4), 4, traces).mean() == bounds.mean()
 
 
 class FakePlanner:
@@ -366,8 +369,8 @@ class FakePlanner:
         self.calls, self.stops_at = 0, stops_at
         real = plan_layers(tiny(), 1)
         monkeypatch.setattr(search_module, "plan_layers", lambda *_: real)
-        monkeypatch.setattr(search_module, "least_total", lambda *_: (0, 0))
-        monkeypatch.setattr(search_module, "mean_total", lambda *_: 0)
+        bounds = SimpleNamespace(least=lambda: (0, 0), mean=lambda: 0)
+        monkeypatch.setattr(search_module, "bounding", lambda *_: bounds)
         monkeypatch.setattr(search_module, "fit_run", self)
         monkeypatch.setattr(search_module._Runs, "trace", lambda *_: None)
         monkeypatch.setattr("forebay.estimate.processes.usable", lambda: 1)  # the calls are counted in this process

@@ -405,25 +405,10 @@ def _fullest_first(plan: LayerPlan) -> list[int]:
     return sorted(range(len(memory)), key=lambda rank: -memory[rank])
 
 
-def least_total(
+def bounding(
     config: Config, plan: LayerPlan, world: int, traces: TraceCache, skew: float = 1.0, auto: int | None = None
-) -> tuple[int, int]:
-    """Bytes below which the peak of a run's fullest process is not, and its pipeline rank: parameters, what a step makes of them,
-    and what sublayers that are kept save. Arguments are those of `fit_run`."""
-    estimator = _bounding(config, plan, world, traces, skew, auto)
-    return max((estimator.least(number), number) for number in range(config.parallel.pp))
-
-
-def mean_total(
-    config: Config, plan: LayerPlan, world: int, traces: TraceCache, skew: float = 1.0, auto: int | None = None
-) -> int:
-    """Bytes below which the peak of a run's fullest process is not with any partition of its layers, of which `plan` has one."""
-    return _bounding(config, plan, world, traces, skew, auto).mean()
-
-
-def _bounding(
-    config: Config, plan: LayerPlan, world: int, traces: TraceCache, skew: float, auto: int | None
 ) -> RunEstimator:
+    """For `RunEstimator.least` and `RunEstimator.mean`, which need no walk. Arguments are those of `fit_run`."""
     config = fast_path_of(config, world, traces).config
     return _estimator(config, plan, None, skew, None, auto, traces, sharing_of(config, world))[0]
 
@@ -449,7 +434,7 @@ def _estimator(
     placements, light, whole = dict[str, str](), set[int](), set[int]()
     if auto is None:
         claims = _claims(c, facts)
-        _refuse_stash(claims, c, facts, traces.model(c.model, declared))
+        _refuse_stash(claims, c, facts)
         mode = c.recompute if c.model.experts == "forebay" else "full"
         placements, light, whole = _placements(claims, facts.sublayers, mode, notes)
     shape = shape_of(c, declared, sharing, skew)
@@ -518,12 +503,12 @@ def _claims(config: Config, facts: ModelFacts) -> list[Claim]:
     return claims
 
 
-def _refuse_stash(claims: Sequence[Claim], config: Config, facts: ModelFacts, model: Any) -> None:
+def _refuse_stash(claims: Sequence[Claim], config: Config, facts: ModelFacts) -> None:
     """Raise UsageError for a "stash" that a run refuses: only what a token dispatcher brings to Forebay's experts is paged."""
     dispatches = config.cuts_at_dispatch and config.model.experts == "forebay"
     paged = {path for h in _moe_sublayers(facts) for path in (h, f"{h}.experts")} if dispatches else set()
     try:
-        split_stash(model, [claim for claim in claims if claim.path not in paged], None)
+        split_stash(facts.model, [claim for claim in claims if claim.path not in paged], None)
     except PolicyError as error:
         raise UsageError(f"memory.policy: {error}") from error
 

@@ -153,11 +153,13 @@ class RunEstimator:
         # Interleaved stages go round: with three ranks or more, a rank sends to one neighbor and receives from the other.
         return outside_bytes(self.sharing, p.schedule != "1f1b" and (p.schedule != "interleaved-1f1b" or p.pp == 2))
 
-    def least(self, number: int) -> int:
-        """Bytes below which the peak of a rank is not. It needs no walk."""
-        run = self._run(number, self.plan.stages(number), self.placements)
-        kept = 0 if self.chooses else run.kept
-        return least_bytes(run.groups, self.sharing) + kept + self._outside
+    def least(self) -> tuple[int, int]:
+        """Bytes below which the peak of the fullest rank is not, and that rank: parameters, what a step makes of them, and what
+        sublayers that are kept save."""
+        ranks = range(self.config.parallel.pp)
+        runs = [self._run(number, self.plan.stages(number), self.placements) for number in ranks]
+        found = [least_bytes(run.groups, self.sharing) + (0 if self.chooses else run.kept) for run in runs]
+        return max((size + self._outside, number) for number, size in enumerate(found))
 
     def mean(self) -> int:
         """Bytes below which the peak of the fullest rank is not, whatever layers each has: the mean of what parameters take."""
@@ -204,16 +206,12 @@ class RunEstimator:
         ]
         stall = 0.0 if walked.plan is None else walked.plan.stall_seconds
         steps = 1 if run.interleaves else self.plan.microbatches  # of the manager in a step
-        fit = self._fit(number, walked, placements, self._graph_bytes(stages))
+        fit = self._fit(number, sum(len(stage.layers) for stage in stages.values()), walked, placements)
         return RankEstimate(fit, walked.levels, tuple(sublayers), walked.before, steps * stall)
 
-    def _graph_bytes(self, stages: Mapping[int, StageLayers]) -> int:
-        """Bytes that the nodes of a step's CUDA graph take on a rank with these stages."""
-        layers = sum(len(stage.layers) for stage in stages.values())
-        return GRAPH_NODES * layers * self.plan.microbatches if self.captured else 0
-
-    def _fit(self, number: int, walked: Walked, placements: Mapping[str, str], graph: int) -> RankFit:
+    def _fit(self, number: int, layers: int, walked: Walked, placements: Mapping[str, str]) -> RankFit:
         cached = walked.reserved - walked.peak.allocated if self.sharing.gpu else 0
+        graph = GRAPH_NODES * layers * self.plan.microbatches if self.captured else 0
         other = self._outside + self.exchange + graph
         held = dict(zip(ROLES, walked.peak.by_role, strict=True))
         error = self.error(placements)
@@ -361,7 +359,7 @@ class StepTimer:
         device = self.run.clock.device
         stages = [self.run.plan.stages(rank) for rank in range(pp)]
         actions = [self.run.computations(rank) for rank in range(pp)]
-        times = {n: self._stage(stage, engine) for mine in stages for n, stage in mine.items()}
+        times = {n: self._stage(stage) for mine in stages for n, stage in mine.items()}
         ranks = [next(r for r, mine in enumerate(stages) if n in mine) for n in sorted(times)]
         message, contention = self._message() if pp > 1 else 0.0, device.at("contention")
         on_device = schedule_time(actions, ranks, times, message, engine, contention)
@@ -405,11 +403,11 @@ class StepTimer:
     def _sharding(self) -> ShardingTime:
         return ShardingTime(self.run.clock.device, self.run.sharing, self.run.plan.microbatches)
 
-    def _stage(self, stage: StageLayers, engine: bool) -> StageTime:
-        timer, sharding = self.run.timer, self._sharding()
+    def _stage(self, stage: StageLayers) -> StageTime:
+        timer, sharding, engine = self.run.timer, self._sharding(), self.run.engine
         forward: list[KernelTime] = []
         backward: list[KernelTime] = []
-        fsdp = self.run.sharing.sharded and not self.run.sharing.gathered
+        fsdp = self.run.sharing.sharded and not engine
         group = FSDP_LAUNCHES if fsdp else 0
         own = [timer.layer(layer, self._placements_in(layer.number)) for layer in stage.layers]
         ahead, back = ([time.computing for time in times] for times in zip(*own, strict=True))

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +19,9 @@ from forebay.errors import UsageError
 from forebay.estimate.device import DeviceProfile
 from forebay.estimate.fit import headroom, least_budget
 from forebay.estimate.layers import LayerPlan, fast_path_of, plan_layers, shape_of, sharing_of
-from forebay.estimate.plan import Fit, PlanRequest, fit_run, least_total, mean_total
+from forebay.estimate.plan import Fit, PlanRequest, bounding, fit_run
 from forebay.estimate.processes import forked_map
+from forebay.estimate.rank import RunEstimator
 from forebay.estimate.trace_cache import TraceCache
 from forebay.policy import format_bytes
 from forebay.train.parallel import experts_in
@@ -290,22 +291,21 @@ def search(
     return _size(runs, what, budget, progress)
 
 
+@dataclass
 class _Runs:
-    """Runs that differ from the request in some settings."""
+    """Runs that differ from the request in some settings. `auto`: see `fit_run`."""
 
-    def __init__(
-        self,
-        asked: PlanRequest,
-        world: int,
-        skew: float,
-        device: DeviceProfile | None,
-        auto: int | None,
-        processes: int,
-    ):
-        self.asked, self.world, self.skew, self.device, self.auto = asked, world, skew, device, auto
-        self.processes = processes
-        self.traces = TraceCache()
-        self.declared = self.traces.declared(asked.config)
+    asked: PlanRequest
+    world: int
+    skew: float
+    device: DeviceProfile | None
+    auto: int | None
+    processes: int
+    traces: TraceCache = field(default_factory=TraceCache)
+
+    @property
+    def declared(self) -> Any:
+        return self.traces.declared(self.asked.config)
 
     def changed(self, settings: dict[str, Any]) -> Config:
         """The request's configuration with other settings; a default batch follows.
@@ -341,6 +341,9 @@ class _Runs:
         for skew in {1.0, self.skew}:
             shape = shape_of(config, self.declared, sharing_of(config, self.world), skew)
             self.traces.trace(config.model, self.declared, shape)
+
+    def bounding(self, config: Config, plan: LayerPlan) -> RunEstimator:
+        return bounding(config, plan, self.world, self.traces, self.skew, self.auto)
 
     def fit(self, config: Config, plan: LayerPlan, budget: int | None, processes: int, stop: int | None = None) -> Fit:
         """`stop`: at the first rank that does not fit so many bytes."""
@@ -569,12 +572,12 @@ def _plan_mesh(
         # To look for a partition may take longer than all else.
         if stop is not None and mesh.pp > 1 and runs.asked.config.parallel.partition == "auto":
             config, plan = runs.plan({**settings, "parallel.partition": "even"})
-            mean = mean_total(config, plan, runs.world, runs.traces, runs.skew, runs.auto)
+            mean = runs.bounding(config, plan).mean()
             if headroom(mean, stop) < 0:
                 return Candidate(mesh, mean, None, False, None, at_least=True), None
         config, plan = runs.plan(settings)
         if stop is not None:
-            least, rank = least_total(config, plan, runs.world, runs.traces, runs.skew, runs.auto)
+            least, rank = runs.bounding(config, plan).least()
             if headroom(least, stop) < 0:
                 return Candidate(mesh, least, rank, False, None, at_least=True), None
         fit = runs.fit(config, plan, budget, processes, stop)

@@ -28,8 +28,10 @@ from forebay.train import hf_io
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """A model's parameter shapes, paths of modules that can be regions, the path of its layers, and the attention counted."""
+    """A model on the meta device, its parameter shapes, paths of modules that can be regions, the path of its layers, and the
+    attention counted."""
 
+    model: Any
     weights: WeightShapes
     paths: tuple[str, ...]
     prefix: str
@@ -55,7 +57,6 @@ class TraceCache:
         self._declared: dict[str, Any] = {}
         self._texts: dict[int, tuple[Any, str]] = {}  # by address, which no other has while the configuration is kept
         self._facts: dict[str, ModelFacts] = {}
-        self._models: dict[str, Any] = {}
         self._traces: dict[tuple[str, Shape], ModelTrace] = {}
         self._alike: dict[tuple[str, Shape], ModelTrace] = {}  # by `Shape.without_experts`
         self._pipelines: dict[Any, PipelinePlan] = {}
@@ -87,18 +88,8 @@ class TraceCache:
                     f"{', '.join(sorted(sublayers)) or 'none'}, and plans know self_attn and mlp"
                 )
             paths = tuple(called_paths(model))
-            self._facts[key] = ModelFacts(weight_shapes(model), paths, f"{base_path(model)}.layers", attention)
-            self._models[key] = model
+            self._facts[key] = ModelFacts(model, weight_shapes(model), paths, f"{base_path(model)}.layers", attention)
         return self._facts[key]
-
-    def model(self, section: Model, declared: Any) -> Any:
-        """The model, on the meta device.
-
-        Raises:
-            UsageError: see `facts`.
-        """
-        self.facts(section, declared)
-        return self._models[self._key(section, declared)]
 
     def trace(self, section: Model, declared: Any, shape: Shape) -> ModelTrace:
         """The trace of one microbatch.
@@ -108,10 +99,9 @@ class TraceCache:
         """
         key, shape = self._key(section, declared), replace(shape, **self._shape)
         if (key, shape) not in self._traces:
-            self.facts(section, declared)
-            like = key, shape.without_experts()
+            model, like = self.facts(section, declared).model, (key, shape.without_experts())
             try:
-                self._traces[key, shape] = trace_model(self._models[key], shape, self._alike.get(like))
+                self._traces[key, shape] = trace_model(model, shape, self._alike.get(like))
             except ValueError as error:
                 raise UsageError(f"this model cannot be traced: {first_line(error)}") from error
             self._alike.setdefault(like, self._traces[key, shape])

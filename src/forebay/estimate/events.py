@@ -307,19 +307,14 @@ def _without_last_weight_gradient(log: Log) -> tuple[Log, Log]:
     assert isinstance(begin, Op)
     end = max(at for at, entry in enumerate(log) if isinstance(entry, Op) and entry.reads is begin.reads) + 1
     moved = log[marked - 1 : end]
-    frees = _frees_of(moved, log[end:])
+    made = {m.number for entry in moved if isinstance(entry, Op) for m in entry.made}
+    frees = [entry for entry in log[end:] if isinstance(entry, Freed) and entry.number in made]
     rest = [*log[: marked - 1], *(e for e in log[end:] if not any(e is free for free in frees))]
     return rest, [*moved, *frees]
 
 
 def _is_mark(entry: Op | Freed | Mark, number: int) -> bool:
     return isinstance(entry, Mark) and entry.number == number
-
-
-def _frees_of(moved: Log, log: Log) -> Log:
-    """The entries of `log` that say that what `moved` makes is freed."""
-    made = {m.number for entry in moved if isinstance(entry, Op) for m in entry.made}
-    return [entry for entry in log if isinstance(entry, Freed) and entry.number in made]
 
 
 def _recomputed_for(op: Op, waiting: Mapping[int, frozenset[int]]) -> list[int]:

@@ -413,12 +413,11 @@ class FsdpLifecycle(_Sharded):
             if n in self._whole:
                 continue
             arriving = self._prefetched.pop(n) if n in self._prefetched else self._gather(n, GATHER)
+            self._copy_out(n)
             if backward:
-                self._copy_out(n)
                 self._free(arriving)
                 self._prefetch(n)
             else:
-                self._copy_out(n)
                 self._free(self._arriving)  # a variable of `wait_for_unshard` holds it so long
                 self._arriving = arriving
 
@@ -431,15 +430,11 @@ class FsdpLifecycle(_Sharded):
                 self._arriving = []
                 for n in self._ends if self._s.reshard else ():
                     self._reshard(n)
-            return
-        done = [n for n in self._layers[place] if self._groups[n].experts == mlp]
-        if not backward:
-            done = [n for n in self._layers[place] if mlp]  # all of a layer's, after its second sublayer
-            if self._s.reshard:
-                for n in done:
-                    self._reshard(n)
-            return
-        self._finish(done, last)
+        elif backward:
+            self._finish([n for n in self._layers[place] if self._groups[n].experts == mlp], last)
+        elif mlp and self._s.reshard:
+            for n in self._layers[place]:
+                self._reshard(n)
 
     def _finish(self, numbers: Sequence[int], last: bool) -> None:
         s = self._s

@@ -105,9 +105,8 @@ class Tally:
         self._made: set[int] = set()
         self._bytes = self._kernels = 0
         self._passes: list[OpCost] = []  # over rows, of the open run
-        self._unwritten: dict[
-            int, int
-        ] = {}  # bytes of storages that runs made and nothing outside has read, by address
+        # Bytes of storages that runs made and nothing outside has read, by address.
+        self._unwritten: dict[int, int] = {}
         self._earlier: set[int] = set()  # those of them that were made before the last `take`
 
     def take(self, results: Iterable[Tensor] = ()) -> tuple[OpCost, ...]:

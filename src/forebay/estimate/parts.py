@@ -110,15 +110,21 @@ def placed_parts(
             placement = placements.get(path, "keep")
             light = sublayer.light if placement == "recompute" and recompute != "full" else None
             part = _part(path, number, sublayer, "keep" if light else placement, light)
-            with_previous = recompute == WHOLE_LAYER and placement == "recompute" and name == "mlp"
-            balance = trace.balance if name == "mlp" and layer.is_moe else 0
             first = (number, name) == stage.reader
-            shared, given = (trace.shared, trace.given) if first else (0, ())
-            part = replace(part, shared=shared, given=given, unused=trace.unused * first, alone=not here.mlp)
             given_here = sublayer.given if part.placement == "recompute" else ()
             held = tuple(n for n in given_here if n not in holding)
             holding.update(held)
-            found.append(replace(part, balance=balance, with_previous=with_previous, held=held))
+            part = replace(
+                part,
+                balance=trace.balance if name == "mlp" and layer.is_moe else 0,
+                shared=trace.shared if first else 0,
+                given=trace.given if first else (),
+                unused=trace.unused if first else 0,
+                held=held,
+                alone=not here.mlp,
+                with_previous=recompute == WHOLE_LAYER and placement == "recompute" and name == "mlp",
+            )
+            found.append(part)
     return found + ([_part("head", "head", trace.head)] if stage.head else [])
 
 

@@ -438,9 +438,11 @@ def _estimator(
         mode = c.recompute if c.model.experts == "forebay" else "full"
         placements, light, whole = _placements(claims, facts.sublayers, mode, notes)
     shape = shape_of(c, declared, sharing, skew)
-    trace = traces.trace(c.model, declared, shape).recompute_experts(light)
+    trace = traces.trace(c.model, declared, shape)
+    trace = trace.with_mlps([layer.mlp.light or layer.mlp for layer in trace.layers], light)
     if whole:
-        trace = trace.with_mlps_of(traces.trace(c.model, declared, replace(shape, checkpointed_experts=True)), whole)
+        checkpointed = traces.trace(c.model, declared, replace(shape, checkpointed_experts=True))
+        trace = trace.with_mlps([layer.mlp for layer in checkpointed.layers], whole)
     actions = None
     if p.pp > 1:
         # Chosen placements may offload nothing: then weight gradients wait as the schedule says.
@@ -616,7 +618,7 @@ def _path_notes(path: FastPath, called: str) -> list[str]:
     graph = path.config.step.graph
     if graph and called:  # what it has of the fast path is not fast
         return [f"memory.graph = true: steps cannot be captured and are launched by the host: {called}."]
-    notes = (
-        ["A captured step's memory is its own: what the optimizer needs for a moment comes on top."] if graph else []
-    )
-    return notes + ([f"{path.line[0].upper()}{path.line[1:]}."] if path.line else [])
+    notes = [f"{path.line[0].upper()}{path.line[1:]}."] if path.line else []
+    if graph:
+        notes.insert(0, "A captured step's memory is its own: what the optimizer needs for a moment comes on top.")
+    return notes

@@ -13,9 +13,8 @@ from forebay.estimate.state import Sharing
 from forebay.memory.timeline import Plan
 from forebay.pipeline.schedule import Action
 
-_HELD = MappingProxyType(
-    {"F": 1, "B": -1, "I": -1}
-)  # by an action's kind: forwards that wait for their backward, more or less
+# By an action's kind: forwards that wait for their backward, more or less.
+_HELD = MappingProxyType({"F": 1, "B": -1, "I": -1})
 
 
 @dataclass(frozen=True)

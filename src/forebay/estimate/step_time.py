@@ -8,7 +8,8 @@ run or kept.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import cached_property
 from itertools import zip_longest
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -398,12 +399,10 @@ class ShardingTime:
     device: DeviceProfile
     sharing: Sharing
     microbatches: int
-    _clock: Clock = field(init=False)
-    _contention: float = field(init=False)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "_clock", Clock(self.device))
-        object.__setattr__(self, "_contention", self.device.at("contention"))
+    @cached_property
+    def _clock(self) -> Clock:
+        return Clock(self.device)
 
     def layer(self, part: Elements, beside: Beside) -> tuple[float, float]:
         """Seconds of a microbatch's forward and backward through a layer, besides its own kernels."""
@@ -415,11 +414,11 @@ class ShardingTime:
             experts = part.experts - part.lent_experts
             again = self._gather(experts, self._columns, once=True).exposed if s.gathers_experts else 0.0
             return again, again + adding
-        gather, reduce = self._gathers(part), self._reduces(part)
+        gather, reduce, contention = self._gathers(part), self._reduces(part), self.device.at("contention")
         times = 1.0 if s.reshard else 1.0 / count
-        back = 0.0 if not s.reshard else gather.beside(beside.backward, self._contention)
-        reduced = reduce.beside(beside.reduction, self._contention) / (count if s.sums else 1)
-        return times * gather.beside(beside.forward, self._contention), back + adding + reduced
+        back = 0.0 if not s.reshard else gather.beside(beside.backward, contention)
+        reduced = reduce.beside(beside.reduction, contention) / (count if s.sums else 1)
+        return times * gather.beside(beside.forward, contention), back + adding + reduced
 
     def step(
         self, parts: Sequence[Elements], ends: Elements, parameters: int, fused: bool, clips: bool

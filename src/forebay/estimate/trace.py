@@ -92,7 +92,6 @@ class _Chosen(nn.ModuleList):
         return self if isinstance(index, slice) else super().__getitem__(index)
 
 
-_NAMES = "self_attn", "mlp"
 LayerKind = tuple[Any, Any]  # of the attention sublayer, and of the MoE or dense one
 
 
@@ -111,14 +110,14 @@ def _last_of_kinds(base: str, kinds: list[LayerKind]) -> tuple[dict[Any, str], f
     What layers share, such as rotary tables, the first one saves, so the last one has the figures of its kind.
     """
     both = [
-        (f"{base}.layers.{n}.{name}", (name, k))
+        (f"{base}.layers.{n}.{name}", k)
         for n, kind in enumerate(kinds)
-        for name, k in zip(_NAMES, kind, strict=True)
+        for name, k in zip(("self_attn", "mlp"), kind, strict=True)
     ]
     last = {kind: path for path, kind in both}
     return last, frozenset(path for path, _ in both).difference(last.values())
 
 
 def _layer_trace(run: TraceRun, last: Mapping[Any, str], kind: LayerKind, layer: Any) -> LayerTrace:
-    attention, mlp = (run.parts[last[both]] for both in zip(_NAMES, kind, strict=True))
+    attention, mlp = (run.parts[last[sublayer]] for sublayer in kind)
     return LayerTrace(attention, mlp, bool(moe_blocks(layer)))

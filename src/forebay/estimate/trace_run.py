@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -95,8 +94,8 @@ class TraceRun:
         model: Any,
         base: Any,
         shape: Shape,
-        known: Mapping[str, PartTrace] = MappingProxyType({}),
-        forward_only: frozenset[str] = frozenset(),
+        known: Mapping[str, PartTrace],
+        forward_only: frozenset[str],
     ):
         self.model, self.base, self.shape = model, base, shape
         self._forward_only = forward_only
@@ -108,10 +107,9 @@ class TraceRun:
         self._masks_made = self._bytes_given = 0
         self._recorder = OpRecorder(shape.block, shape.deferred_weight_grads, shape.compiled, shape.stages)
         self._open: dict[str, _TracedPart] = {}
-        self._known: set[int] = (
-            set()
-        )  # storages that do not count as saved: parameters, buffers, what an earlier part saved
-        self._refs: list[StorageWeakRef] = []  # of `_known`, so that their addresses are not used again
+        # Storages that do not count as saved, by address, which no other has while the reference is kept: parameters, buffers,
+        # what an earlier part saved.
+        self._known: dict[int, StorageWeakRef] = {}
         self._inputs: set[int] = set()
         self._counted_origins: set[int] = set()
         self._routed: list[tuple[Tensor, Tensor]] = []
@@ -202,8 +200,7 @@ class TraceRun:
 
     def _know(self, tensor: Tensor) -> None:
         reference = StorageWeakRef(tensor.untyped_storage())
-        self._refs.append(reference)
-        self._known.add(reference.cdata)
+        self._known[reference.cdata] = reference
 
     def _traced_sublayer(self, site: SublayerCallSite, call: Callable[..., Any]) -> Callable[..., Any]:
         """A sublayer as a graph of its own, cut off from what is before and after it."""

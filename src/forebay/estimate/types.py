@@ -257,10 +257,6 @@ class LayerTrace:
         """The layer's sublayers that a stage has."""
         return [(name, part) for name, part in self.sublayers if name in stage_layer.sublayers]
 
-    @property
-    def saved(self) -> int:
-        return self.attention.saved + self.mlp.saved
-
 
 @dataclass(frozen=True)
 class ModelTrace:
@@ -281,15 +277,8 @@ class ModelTrace:
     given: tuple[int, ...] = ()
     unused: int = 0
 
-    def recompute_experts(self, numbers: Container[int]) -> ModelTrace:
-        """The model with light recomputation of the experts of layers `numbers`."""
-        return self._with(numbers, [layer.mlp.light or layer.mlp for layer in self.layers])
-
-    def with_mlps_of(self, other: ModelTrace, numbers: Container[int]) -> ModelTrace:
-        """The model with the MoE sublayers of another trace of it in layers `numbers`."""
-        return self._with(numbers, [layer.mlp for layer in other.layers])
-
-    def _with(self, numbers: Container[int], mlps: Sequence[PartTrace]) -> ModelTrace:
+    def with_mlps(self, mlps: Sequence[PartTrace], numbers: Container[int]) -> ModelTrace:
+        """The model with other MoE sublayers, of which `mlps` has one for each layer, in layers `numbers`."""
         by_kind: dict[int, LayerTrace] = {}
         layers = []
         for number, layer in enumerate(self.layers):

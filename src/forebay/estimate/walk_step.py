@@ -7,10 +7,9 @@ step leaves for the next.
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 from forebay.estimate.allocator import ACTIVATIONS, GRADIENTS, ROLES, TRANSIENT, Block, CachingAllocator
 from forebay.estimate.expandable import ExpandableAllocator
@@ -111,20 +110,11 @@ class RunMemory:
         return FsdpLifecycle(self.allocator, run.groups, run.sharing, self.stream)
 
 
-@dataclass
-class _DeferredGrads:
+class _DeferredGrads(NamedTuple):
     """The deferred weight gradients of a split backward: transient bytes of making each, and the tensors that they wait with."""
 
-    transient: tuple[int, ...]
-    sizes: tuple[int, ...]
-    blocks: list[Block] = field(default_factory=list)
-
-    @staticmethod
-    def of(part: Part, in_place: bool) -> _DeferredGrads:
-        """`in_place`: gradients are added to a sum as they are made, which needs rows of tokens only."""
-        sizes = part.expert_grads
-        transient = (part.trace.token_rows,) * len(sizes) if in_place else tuple(sizes.values())
-        return _DeferredGrads(transient, part.trace.deferred)
+    transient: list[int]
+    blocks: list[Block]
 
 
 class StepWalk:
@@ -218,7 +208,10 @@ class StepWalk:
             if x is not None and not self._keeps_input(part):
                 run.x = None
                 first = nth == 1 and parts[0].path == "embedding" and not engine
-                self._release_input(part, x, model_inputs if first else layer_inputs)
+                if part.path.endswith(".self_attn"):
+                    (model_inputs if first else layer_inputs).append(x)
+                else:
+                    self._allocator.free(x)
             if part.balance:
                 run.balance = self._malloc(part.balance, ACTIVATIONS)
             self._params.leave(part.place, part.mlp, False, microbatch == self._last)
@@ -247,12 +240,6 @@ class StepWalk:
         self._memory.note(self._action, " and ".join(running), self._live)
         path = self._running.pop(way)
         self._live[path] = self._live.get(path, 0) + (1 if way == "forward" else -1)
-
-    def _release_input(self, part: Part, x: Block, callers: list[Block]) -> None:
-        if part.path.endswith(".self_attn"):
-            callers.append(x)
-        else:
-            self._allocator.free(x)
 
     def _part_forward(self, run: PartRun, model_inputs: list[Block]) -> Generator[None, None, Block]:
         events = run.part.events
@@ -353,13 +340,14 @@ class StepWalk:
             self._params.enter(part.place, part.mlp, True)
             if part.with_previous:
                 run.x = yield from self._recompute(runs[-1])
-            deferred = (
-                _DeferredGrads.of(part, self._run.sharing.adds_in_place) if split and part.trace.deferred else None
-            )
-            dx = yield from self._part_backward(run, dy, deferred is not None, following)
-            if deferred is not None:
-                deferred.blocks = [self._malloc(size, ACTIVATIONS) for size in deferred.sizes]
-                waiting.append(deferred)
+            deferred = split and bool(part.trace.deferred)
+            dx = yield from self._part_backward(run, dy, deferred, following)
+            if deferred:
+                # Gradients that are added to a sum as they are made need rows of tokens only.
+                rows = [part.trace.token_rows] * len(part.expert_grads)
+                transient = rows if self._run.sharing.adds_in_place else [*part.expert_grads.values()]
+                blocks = [self._malloc(size, ACTIVATIONS) for size in part.trace.deferred]
+                waiting.append(_DeferredGrads(transient, blocks))
             self._params.leave(part.place, part.mlp, True, microbatch == self._last)
             self._end_part("backward")
             if dx is None:

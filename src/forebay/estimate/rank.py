@@ -35,11 +35,11 @@ from forebay.estimate.state import Sharing, WeightShapes, outside_bytes
 from forebay.estimate.step_time import (
     Beside,
     Elements,
+    ScheduleTimer,
     ShardingTime,
     StageTime,
     StepOverhead,
     StepTime,
-    schedule_time,
 )
 from forebay.estimate.types import ModelTrace, OpCost, PartTrace, StageLayers
 from forebay.estimate.walk import shortened, walk
@@ -362,10 +362,10 @@ class StepTimer:
         times = {n: self._stage(stage) for mine in stages for n, stage in mine.items()}
         ranks = [next(r for r, mine in enumerate(stages) if n in mine) for n in sorted(times)]
         message, contention = self._message() if pp > 1 else 0.0, device.at("contention")
-        on_device = schedule_time(actions, ranks, times, message, engine, contention)
+        on_device = ScheduleTimer(actions, ranks, times, message, engine, contention).run()
         launch, launched = self.run.launch, on_device.seconds
         if launch:
-            launched = schedule_time(actions, ranks, times, message, engine, contention, launch).seconds
+            launched = ScheduleTimer(actions, ranks, times, message, engine, contention, launch).run().seconds
         overheads = [self._overhead(rank, stages[rank]) for rank in range(pp)]
         slowest = max(overheads, key=lambda b: b.gather + b.reduce)
         return StepTime(

@@ -1,8 +1,7 @@
 """How long a step takes: the times of layers, laid on the schedule of each rank.
 
 Input: the `KernelTime`s of every stage, a device profile, the actions of every pipeline rank, and how parameters are sharded.
-Output: a `StepTime`. `schedule_time` puts kernel times on the actions, and `ShardingTime` adds gathers and reductions. Nothing is
-run or kept.
+Output: a `StepTime`. A `ScheduleTimer` puts kernel times on the actions; `ShardingTime` adds gathers and reductions.
 """
 
 from __future__ import annotations
@@ -150,65 +149,61 @@ class ScheduleTime:
     launches: tuple[float, ...]
 
 
-def schedule_time(
-    actions: Sequence[Sequence[Action]],
-    ranks: Sequence[int],
-    stages: Mapping[int, StageTime],
-    message: float = 0.0,
-    engine: bool = True,
-    contention: float = 0.0,
-    launch: float = 0.0,
-) -> ScheduleTime:
-    """Put the actions of all ranks in time.
+TimeSegment = tuple[float, float, float]
+"""A layer, embedding or head: seconds computing, seconds of all-to-alls that nothing hides, launches."""
 
-    Args:
+
+@dataclass
+class ScheduleTimer:
+    """Puts the actions of all ranks in time; `run` once.
+
+    An action starts when its rank is free and its input is there: from the stage before (forward) or after (backward), and from
+    another rank with a message. The host launches kernels ahead of the device, layer by layer: none ends before it is launched,
+    and the lead that the host gains during a long kernel is kept.
+
+    F and B compute and transfer; an engine makes the experts' weight gradients during the transfer after dispatch's
+    gradient, half of B's transfers (`forebay.pipeline.sublayer`). I is B without those gradients, and W is those.
+    OVERLAP_F_B takes, layer by layer, the longer of both microbatches' computing and both microbatches' transfers; a
+    layer without a partner runs as if alone. What hides a transfer is slowed by a share of it (`contention`): both use
+    the same memory and multiprocessors.
+
+    Attributes:
         actions: of each rank, those that compute; see `forebay.pipeline.schedule`.
         ranks: rank of each stage.
         message: seconds of hidden states from one rank to another.
         engine: the experts' weight gradients are made during a transfer.
         contention: share of a hidden all-to-all by which what hides it is slower.
         launch: seconds of the host for a launch; 0 for a CUDA graph step.
-
-    Raises:
-        ValueError: actions wait for each other, or for one that no rank has.
-    """
-    return _Schedule(actions, ranks, message, _Segments(stages, engine, contention), launch).run()
-
-
-class _Schedule:
-    """The actions of all ranks so far.
-
-    An action starts when its rank is free and its input is there: from the stage before (forward) or after (backward), and from
-    another rank with a message. The host launches kernels ahead of the device, layer by layer: none ends before it is launched,
-    and the lead that the host gains during a long kernel is kept.
     """
 
-    def __init__(
-        self,
-        actions: Sequence[Sequence[Action]],
-        ranks: Sequence[int],
-        message: float,
-        segments: _Segments,
-        launch: float,
-    ):
-        self._actions, self._ranks, self._message = actions, ranks, message
-        self._segments, self._launch = segments, launch
+    actions: Sequence[Sequence[Action]]
+    ranks: Sequence[int]
+    stages: Mapping[int, StageTime]
+    message: float = 0.0
+    engine: bool = True
+    contention: float = 0.0
+    launch: float = 0.0
+
+    def __post_init__(self) -> None:
+        count = len(self.actions)
+        self._segments: dict[tuple[Any, ...], list[TimeSegment]] = {}  # by kind of action
         self._ended: dict[tuple[str, int, int], float] = {}
-        self._free = [0.0] * len(actions)
-        self._busy = [0.0] * len(actions)
-        self._exposed = [0.0] * len(actions)
-        self._launches = [0.0] * len(actions)
-        self._launched = [0.0] * len(actions)  # when each host has launched all of its actions so far
+        self._free, self._busy, self._exposed, self._launches = ([0.0] * count for _ in range(4))
+        self._launched = [0.0] * count  # when each host has launched all of its actions so far
 
     def run(self) -> ScheduleTime:
-        at = [0] * len(self._actions)
-        while any(i < len(todo) for i, todo in zip(at, self._actions, strict=True)):
+        """
+        Raises:
+            ValueError: actions wait for each other, or for one that no rank has.
+        """
+        at = [0] * len(self.actions)
+        while any(i < len(todo) for i, todo in zip(at, self.actions, strict=True)):
             before = list(at)
-            for rank, todo in enumerate(self._actions):
+            for rank, todo in enumerate(self.actions):
                 while at[rank] < len(todo) and self._perform(rank, todo[at[rank]]):
                     at[rank] += 1
             if at == before:
-                waits = ", ".join(str(todo[i]) for i, todo in zip(at, self._actions, strict=True) if i < len(todo))
+                waits = ", ".join(str(todo[i]) for i, todo in zip(at, self.actions, strict=True) if i < len(todo))
                 raise ValueError(f"these actions wait for what never comes: {waits}")
         return ScheduleTime(max(self._free), tuple(self._busy), tuple(self._exposed), tuple(self._launches))
 
@@ -221,8 +216,8 @@ class _Schedule:
                 return False
             end = max(end, ready)
         computing = exposed = launches = 0.0
-        for segment in self._segments.of(action):
-            self._launched[rank] += segment[2] * self._launch
+        for segment in self._segments_of(action):
+            self._launched[rank] += segment[2] * self.launch
             end = max(end + segment[0] + segment[1], self._launched[rank])
             computing, exposed, launches = computing + segment[0], exposed + segment[1], launches + segment[2]
         for part in parts:
@@ -235,7 +230,7 @@ class _Schedule:
 
     def _ready(self, rank: int, part: Any) -> float | None:
         """When the input of a forward or backward is there; None if it has not run yet."""
-        last = len(self._ranks) - 1
+        last = len(self.ranks) - 1
         if part.kind == "W" or (part.kind == "F" and part.stage == 0):
             return 0.0
         if part.kind == "F":
@@ -247,38 +242,19 @@ class _Schedule:
         ended = self._ended.get(source)
         if ended is None:
             return None
-        return ended + (self._message if self._ranks[source[1]] != rank else 0.0)
+        return ended + (self.message if self.ranks[source[1]] != rank else 0.0)
 
-
-TimeSegment = tuple[float, float, float]
-"""A layer, embedding or head: seconds computing, seconds of all-to-alls that nothing hides, launches."""
-
-
-class _Segments:
-    """The segments of each kind of action.
-
-    F and B compute and transfer; an engine makes the experts' weight gradients during the transfer after dispatch's
-    gradient, half of B's transfers (`forebay.pipeline.sublayer`). I is B without those gradients, and W is those.
-    OVERLAP_F_B takes, layer by layer, the longer of both microbatches' computing and both microbatches' transfers; a
-    layer without a partner runs as if alone. What hides a transfer is slowed by a share of it (`contention`): both use
-    the same memory and multiprocessors.
-    """
-
-    def __init__(self, stages: Mapping[int, StageTime], engine: bool, contention: float):
-        self._stages, self._engine, self._contention = stages, engine, contention
-        self._known: dict[tuple[Any, ...], list[TimeSegment]] = {}
-
-    def of(self, action: Action) -> list[TimeSegment]:
+    def _segments_of(self, action: Action) -> list[TimeSegment]:
         kind = (action.kind, action.stage, *(part.stage for part in action.parts))
-        if kind not in self._known:
-            self._known[kind] = self._count(action)
-        return self._known[kind]
+        if kind not in self._segments:
+            self._segments[kind] = self._count(action)
+        return self._segments[kind]
 
     def _count(self, action: Action) -> list[TimeSegment]:
         if action.kind == "OVERLAP_F_B":
             forward, backward = action.parts
-            return self._overlap_fwd_bwd(self._stages[forward.stage].forward, self._stages[backward.stage].backward)
-        stage = self._stages[action.stage]
+            return self._overlap_fwd_bwd(self.stages[forward.stage].forward, self.stages[backward.stage].backward)
+        stage = self.stages[action.stage]
         match action.kind:
             case "F":
                 return self._overlap_fwd_bwd(stage.forward, ())
@@ -297,9 +273,9 @@ class _Segments:
             if f is not NO_TIME and b is not NO_TIME:
                 hides = f.computing + b.computing
             else:
-                hides = min(b.all_to_all / 2, b.weight_grads) if self._engine else 0.0
+                hides = min(b.all_to_all / 2, b.weight_grads) if self.engine else 0.0
             hidden = min(all_to_all, hides)
-            computing = f.computing + b.computing + self._contention * hidden
+            computing = f.computing + b.computing + self.contention * hidden
             found.append((computing, all_to_all - hidden, f.launches + b.launches))
         return found
 

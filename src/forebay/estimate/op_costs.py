@@ -485,8 +485,7 @@ def _experts_backward(tally: Tally, dy: Tensor, x: Any, h: Any, order: Tensor, *
     """gather dy, da = dy @ down.T, dh, act, dw, d_down, dx = combine(dh @ gate_up.T); before them h, if it was not saved."""
     gate_up, down, settings = rest[3], rest[4], rest[7:]
     transposed, needs = settings[2], settings[5:]
-    need_x, _, _, need_down = needs[:4]
-    deferred = len(needs) > 6 and bool(needs[6])
+    need_x, _, _, need_down, _, _, deferred = needs[:7]
     slots, hidden, size = order.shape[0], dy.shape[1], dy.element_size()
     rows, tokens = int(slots * tally.live), tally.rows(dy.shape[0])
     inner = down.shape[1] if transposed else down.shape[2]

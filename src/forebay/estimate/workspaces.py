@@ -32,11 +32,13 @@ def workspace_steps(name: str, args: Any, kwargs: Any, deferred: bool) -> tuple[
         deferred: down's gradient is made by another operation after the experts' backward; its steps are appended.
     """
     body = _BODIES.get(name)
-    return () if body is None else tuple(body(*args, **kwargs, deferred=deferred))
+    if body is _experts_backward_workspace:
+        return tuple(body(*args, **kwargs, deferred=deferred))
+    return () if body is None else tuple(body(*args, **kwargs))
 
 
 def _experts_workspace(
-    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, *rest: Any, deferred: bool
+    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, *rest: Any
 ) -> list[WorkspaceStep]:
     """See `forebay.moe.experts_compute` and `forebay.kernels.permute`. Results: y, h, order, inverse, offs."""
     down_bias, transposed, save_h, max_rows = rest[1], rest[4], rest[7], rest[8]
@@ -94,7 +96,7 @@ def _experts_backward_workspace(
 
 
 def _weight_backward_workspace(
-    tokens: Tensor, rows: Tensor, order: Tensor, offs: Any, *rest: Any, deferred: bool
+    tokens: Tensor, rows: Tensor, order: Tensor, offs: Any, *rest: Any
 ) -> list[WorkspaceStep]:
     """The gathered tokens. Result: the gradient."""
     size = order.shape[0] * tokens.shape[1] * tokens.element_size()
@@ -106,7 +108,7 @@ def _using(name: str, size: int, *steps: WorkspaceStep) -> list[WorkspaceStep]:
 
 
 def _cross_entropy_workspace(
-    hidden: Tensor, weight: Tensor, bias: Any, targets: Tensor, ignore: int, chunk: int, needs: Any, *, deferred: bool
+    hidden: Tensor, weight: Tensor, bias: Any, targets: Tensor, ignore: int, chunk: int, needs: Any
 ) -> list[WorkspaceStep]:
     """One chunk of logits (`forebay.models.linear_cross_entropy`). Results: the loss, and the gradients of hidden,
     weight and bias, in fp32 (fp64)."""
@@ -115,9 +117,7 @@ def _cross_entropy_workspace(
     return [(0, 0), (1, 0), (2, 0), (3, 0), ("logits", logits), ("losses", 4 * rows), ("losses", 0), ("logits", 0)]
 
 
-def _attention_backward(
-    dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any, deferred: bool, **_: Any
-) -> list[WorkspaceStep]:
+def _attention_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: Any, **_: Any) -> list[WorkspaceStep]:
     """The buffers of flash attention 2 (torch's `flash_api.cpp`, mha_bwd) by size: the sum of dO*O, and dq in fp32, with the
     sequence rounded up to 64 and the head's width to 32; for grouped queries dk and dv of all query heads. They are
     one block, as in the cuDNN kernel that torch 2.11 uses on an H200: equal to the byte to the recorded histories of
@@ -130,14 +130,14 @@ def _attention_backward(
     return [(0, 0), (1, 0), (2, 0), ("workspace", size), ("workspace", 0)]
 
 
-def _softmax_backward(grad: Tensor, output: Tensor, *rest: Any, deferred: bool, **_: Any) -> list[WorkspaceStep]:
+def _softmax_backward(grad: Tensor, output: Tensor, *rest: Any, **_: Any) -> list[WorkspaceStep]:
     """The product of gradient and output, which a GPU's kernel allocates (`SoftMax.cu`): in eager attention a whole tensor of
     scores. Result: the gradient."""
     size = output.numel() * max(output.element_size(), grad.element_size())
     return [(0, 0), ("gradient times output", size), ("gradient times output", 0)]
 
 
-def _sum(x: Tensor, dims: Any = None, *rest: Any, deferred: bool, **_: Any) -> list[WorkspaceStep]:
+def _sum(x: Tensor, dims: Any = None, *rest: Any, **_: Any) -> list[WorkspaceStep]:
     """A GPU reduction in which a thread would sum 256 values or more is split between blocks, which leave partial sums in memory
     (`Reduce.cuh`). The bias gradient of 2048 tokens and 2880 columns takes 45 MiB this way, as in a recorded history. Result: the
     sums."""
@@ -152,9 +152,7 @@ def _sum(x: Tensor, dims: Any = None, *rest: Any, deferred: bool, **_: Any) -> l
     return [(0, 0), ("parts", size), ("parts", 0)] if size else []
 
 
-def _embedding_backward(
-    grad: Tensor, ids: Tensor, rows: int, *rest: Any, deferred: bool, **_: Any
-) -> list[WorkspaceStep]:
+def _embedding_backward(grad: Tensor, ids: Tensor, rows: int, *rest: Any, **_: Any) -> list[WorkspaceStep]:
     """Of more than 3072 tokens on a GPU (`EmbeddingBackwardKernel.cu`): a row in fp32 for each tenth token and for each distinct
     one, of which there may be as many as tokens. Result: the weight's gradient."""
     tokens = ids.numel()

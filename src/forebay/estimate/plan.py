@@ -135,19 +135,14 @@ def _filled(raw: dict[str, Any], source: str, processes: int) -> PlanRequest:
     for name, value in _SETTINGS.items():
         choose(name, value)
     so_far = from_mapping({**raw, "train": {"batch": raw["train"]["microbatch"], **raw["train"]}}, origin=source)
-    family, experts = _family_and_experts(so_far)
+    declared = declared_by(so_far)
     groups = so_far.parallel.replicate * so_far.parallel.pp
     processes = processes or groups * raw.get("parallel", {}).get("ep", 1)
     sinks = "flex" if so_far.memory.compile and so_far.device.type != "cpu" else "eager"
-    choose("model.attention", sinks if family in EAGER else "sdpa")
-    choose("parallel.ep", _expert_processes(processes // groups, experts))
+    choose("model.attention", sinks if str(declared.model_type) in EAGER else "sdpa")
+    choose("parallel.ep", _expert_processes(processes // groups, experts_in(declared)))
     choose("train.batch", _batch(so_far.train.microbatch, processes))
     return PlanRequest(from_mapping(raw, origin=source), chosen)
-
-
-def _family_and_experts(config: Config) -> tuple[str, int]:
-    declared = declared_by(config)
-    return str(declared.model_type), experts_in(declared)
 
 
 def _batch(microbatch: int, processes: int) -> int:

@@ -75,7 +75,10 @@ def largest(values: Sequence[int], headroom: Callable[[int], int], monotone: boo
         return tried[place].headroom
 
     try:
-        found = _bisect(len(values), left) if monotone else _down(len(values), left)
+        if monotone:
+            found = _bisect(len(values), left)
+        else:
+            found = next((place for place in reversed(range(len(values))) if left(place) >= 0), None)
     except KeyboardInterrupt:
         if not tried:
             raise
@@ -83,10 +86,6 @@ def largest(values: Sequence[int], headroom: Callable[[int], int], monotone: boo
         return Largest(most, None, tuple(tried.values()), interrupted=True)
     after = 0 if found is None else found + 1
     return Largest(None if found is None else tried[found], tried.get(after), tuple(tried.values()))
-
-
-def _down(count: int, left: Callable[[int], int]) -> int | None:
-    return next((place for place in reversed(range(count)) if left(place) >= 0), None)
 
 
 def _bisect(count: int, left: Callable[[int], int]) -> int | None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ from forebay.estimate.types import ModelTrace, Shape
 from forebay.models.families import UnknownLayerError, called_paths, decoder_layers
 from forebay.pipeline.p2p import neighbors
 from forebay.pipeline.peer_links import slots_and_words, slots_of
-from forebay.pipeline.schedule import PipelinePlan, make_plan
+from forebay.pipeline.schedule import make_plan
 from forebay.train import hf_io
 
 
@@ -50,6 +51,10 @@ class TraceCache:
     Args:
         adapt: changes a model, on the meta device, before its shapes are read or it is traced.
         shape: fields of every `Shape`, in place of the asked ones.
+
+    Attributes:
+        pipeline: a step of all pipeline ranks; arguments as for `make_plan`.
+        slots: those of each rank into which others copy packets; arguments as for `make_plan`.
     """
 
     def __init__(self, adapt: Callable[[Any], None] | None = None, **shape: Any) -> None:
@@ -59,8 +64,8 @@ class TraceCache:
         self._facts: dict[str, ModelFacts] = {}
         self._traces: dict[tuple[str, Shape], ModelTrace] = {}
         self._alike: dict[tuple[str, Shape], ModelTrace] = {}  # by `Shape.without_experts`
-        self._pipelines: dict[Any, PipelinePlan] = {}
-        self._slots: dict[Any, int] = {}
+        self.pipeline = cache(make_plan)
+        self.slots = cache(self._slots)
 
     def declared(self, config: Config) -> Any:
         """`forebay.train.hf_io.declared_by`, which takes 2 ms and is asked for four times a mesh."""
@@ -112,18 +117,9 @@ class TraceCache:
             self._texts[id(declared)] = declared, declared.to_json_string(use_diff=False)
         return f"{section.attention} {section.compute or section.dtype} {self._texts[id(declared)][1]}"
 
-    def pipeline(self, *schedule: Any) -> PipelinePlan:
-        """A step of all pipeline ranks; arguments as for `make_plan`."""
-        if schedule not in self._pipelines:
-            self._pipelines[schedule] = make_plan(*schedule)
-        return self._pipelines[schedule]
-
-    def slots(self, *schedule: Any) -> int:
-        """The slots of each rank into which others copy packets; arguments as for `make_plan`."""
-        if schedule not in self._slots:
-            plan = self.pipeline(*schedule)
-            self._slots[schedule] = slots_and_words(neighbors(plan.ranks), slots_of(plan))[0]
-        return self._slots[schedule]
+    def _slots(self, *schedule: Any) -> int:
+        plan = self.pipeline(*schedule)
+        return slots_and_words(neighbors(plan.ranks), slots_of(plan))[0]
 
 
 def _skeleton(section: Model, declared: Any, adapt: Callable[[Any], None] | None) -> tuple[Any, str]:

@@ -8,7 +8,7 @@ peaks, and the segments. A GPU runs out of memory when segments no longer fit, h
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterable
 
 from forebay.estimate.types import GPU_BLOCK
 
@@ -164,6 +164,10 @@ class CachingAllocator:
         self.allocated -= block.size
         self.by_role[block.role] -= block.size
         self._merge(block)
+
+    def free_all(self, blocks: Iterable[Block]) -> None:
+        for block in list(blocks):
+            self.free(block)
 
     def empty_cache(self) -> list[int]:
         """Release every segment that is wholly free, except those of graphs. Returns their addresses."""

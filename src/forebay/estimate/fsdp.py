@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -215,8 +216,7 @@ class PersistentState:
                 held = [self._allocator.malloc(size, DEFAULT, GRADIENTS) for size in sizes if cast]
                 # The root of the second moments, of all parameters at once.
                 held += [self._allocator.malloc(size, DEFAULT) for size in sizes if not s.fused]
-                for block in reversed(held):  # a list drops its last first
-                    self._allocator.free(block)
+                self._allocator.free_all(reversed(held))  # a list drops its last first
         for size in [s.parameter * p.own for p, _ in self._trained() if p.split] if first else ():
             self._moments += [self._allocator.malloc(n, DEFAULT, OPTIMIZER) for n in (4, size, size)]
 
@@ -254,8 +254,7 @@ class PlainLifecycle(ParamLifecycle):
         return True
 
     def zero_grad(self) -> None:
-        for block in self._held.values():
-            self._allocator.free(block)
+        self._allocator.free_all(self._held.values())
         self._held = {}
 
 
@@ -295,14 +294,14 @@ class _Sharded(ParamLifecycle):
         for own in (p.own for p in group.params):
             if group.processes == 1 and self._s.compute != self._s.parameter:
                 cast.append(self._allocator.malloc(size * own, self._stream))
-                self._free(cast[:-1])
+                self._allocator.free_all(cast[:-1])
                 del cast[:-1]
             if not there:
                 whole.append(self._allocator.malloc(size * own * group.processes or 1, self._stream))
-        self._free(cast)
+        self._allocator.free_all(cast)
 
     def _reshard(self, number: int) -> None:
-        self._free(self._whole.pop(number, ()))
+        self._allocator.free_all(self._whole.pop(number, ()))
 
     def _reduce(self, number: int, last: bool = True) -> None:
         group, s = self._groups[number], self._s
@@ -315,7 +314,7 @@ class _Sharded(ParamLifecycle):
         # `foreach_reduce` names the last gradient in a loop over them, and so holds it until it returns.
         held = sums[-1:] if group.processes > 1 else []
         if not self._in_place(number):
-            self._free(self._sending)
+            self._allocator.free_all(self._sending)
             self._sending = [self._allocator.malloc(s.summed * group.trained * group.processes, self._stream)]
             if s.gpu:  # `chunk_cat` lists its blocks of threads: eight bytes for 2 KiB of a process's part
                 self._allocator.free(self._allocator.malloc(s.summed * group.trained // 256, self._stream))
@@ -362,11 +361,10 @@ class _Sharded(ParamLifecycle):
         return False
 
     def _free_sums(self, sums: Iterable[Block]) -> None:
-        self._free(sums)
+        self._allocator.free_all(sums)
 
     def _reduced(self) -> None:
-        self._free(self._sending)
-        self._free(self._all_reduced)
+        self._allocator.free_all((*self._sending, *self._all_reduced))
         self._sending, self._all_reduced = [], []
 
     def zero_grad(self) -> None:
@@ -378,10 +376,6 @@ class _Sharded(ParamLifecycle):
             found += [(_model_order(group, kind), block) for kind, block in zip(kinds, blocks, strict=True)]
         self._free_sums(block for _, block in sorted(found, key=lambda pair: pair[0]))
         self._shards = {}
-
-    def _free(self, blocks: Iterable[Block]) -> None:
-        for block in blocks:
-            self._allocator.free(block)
 
 
 class FsdpLifecycle(_Sharded):
@@ -400,35 +394,36 @@ class FsdpLifecycle(_Sharded):
         self._arriving: list[Block] = []  # freed by the next copy out
         self._prefetched: dict[int, list[Block]] = {}
         self._gradients: dict[int, list[tuple[str, Block]]] = {}
-        self._ends = [n for n, group in enumerate(groups) if group.place < 0]
-        self._layers: dict[Any, list[int]] = {}
+        self._layers: dict[Any, list[int]] = {"embedding": [], "head": []}
         for n, group in enumerate(groups):
-            self._layers.setdefault(group.place, []).append(n)
+            for place in (group.place,) if group.place >= 0 else ("embedding", "head"):
+                self._layers.setdefault(place, []).append(n)
         # A layer's experts, in a group of their own, end their forward before the layer does.
         layers = [n for n, group in enumerate(groups) if group.place >= 0]
         self._order = sorted(layers, key=lambda n: (groups[n].place, not groups[n].experts))
 
     def enter(self, place: Any, mlp: bool, backward: bool) -> None:
-        for n in self._wanted(place, mlp):
-            if n in self._whole:
+        for n in self._layers[place]:
+            later = self._groups[n].experts and not mlp
+            if later or n in self._whole:
                 continue
             arriving = self._prefetched.pop(n) if n in self._prefetched else self._gather(n, GATHER)
             self._copy_out(n)
             if backward:
-                self._free(arriving)
+                self._allocator.free_all(arriving)
                 self._prefetch(n)
             else:
-                self._free(self._arriving)  # a variable of `wait_for_unshard` holds it so long
+                self._allocator.free_all(self._arriving)  # a variable of `wait_for_unshard` holds it so long
                 self._arriving = arriving
 
     def leave(self, place: Any, mlp: bool, backward: bool, last: bool) -> None:
         if place in ("embedding", "head"):
             if backward and place == "embedding":
-                self._finish(self._ends, last)
+                self._finish(self._layers[place], last)
             elif place == "head" and not backward:  # the model's forward ends
-                self._free(self._arriving)
+                self._allocator.free_all(self._arriving)
                 self._arriving = []
-                for n in self._ends if self._s.reshard else ():
+                for n in self._layers[place] if self._s.reshard else ():
                     self._reshard(n)
         elif backward:
             self._finish([n for n in self._layers[place] if self._groups[n].experts == mlp], last)
@@ -447,7 +442,7 @@ class FsdpLifecycle(_Sharded):
             gradients = {p: found[p.name] for p in group.params if p.name in found}
             alone = self._stays(group)
             if n in self._sums:
-                self._free(gradients.values())
+                self._allocator.free_all(gradients.values())
             elif gradients and s.summed != s.compute and (alone or not (last or not s.sums)):
                 self._sums[n] = []
                 for p, block in gradients.items():
@@ -459,8 +454,7 @@ class FsdpLifecycle(_Sharded):
                 self._reduce(n, last)
 
     def keeps(self, place: Any, name: str, block: Block) -> bool:
-        numbers = self._ends if place in ("embedding", "head") else self._layers[place]
-        number = next(n for n in numbers if any(p.name == name for p in self._groups[n].params))
+        number = next(n for n in self._layers[place] if any(p.name == name for p in self._groups[n].params))
         if number in self._sums and self._s.summed == self._s.compute:
             return False  # autograd adds it to the earlier one, which is in the same dtype, as soon as it is made
         self._gradients.setdefault(number, []).append((name, block))
@@ -474,8 +468,7 @@ class FsdpLifecycle(_Sharded):
         self._reduced()
         for n in list(self._whole):
             self._reshard(n)
-        for blocks in (self._arriving, *self._prefetched.values()):
-            self._free(blocks)
+        self._allocator.free_all(chain(self._arriving, *self._prefetched.values()))
         self._arriving, self._prefetched = [], {}
 
     def _stays(self, group: ParamGroup) -> bool:
@@ -486,12 +479,6 @@ class FsdpLifecycle(_Sharded):
             return super()._cast(reduced, size)
         self._all_reduced.append(reduced)
         return self._allocator.malloc(size, ALL_REDUCE, GRADIENTS)
-
-    def _wanted(self, place: Any, mlp: bool) -> list[int]:
-        if place in ("embedding", "head"):
-            return self._ends
-        numbers = self._layers[place]
-        return [n for n in numbers if mlp or not self._groups[n].experts]
 
     def _prefetch(self, number: int) -> None:
         at = self._order.index(number) if number in self._order else len(self._order)
@@ -556,7 +543,7 @@ class UnshardedLifecycle(_Sharded):
     def _gather_alone(self, number: int) -> None:
         arriving = self._gather(number, self._stream)
         self._copy_out(number)
-        self._free(arriving)
+        self._allocator.free_all(arriving)
 
     def _lend(self, number: int) -> None:
         """Free what weights in place were gathered to, and split them (`forebay.train.weights_in_place.SplitWeight`)."""
@@ -570,7 +557,7 @@ class UnshardedLifecycle(_Sharded):
                 half = p.own // 2
                 piece = self._allocator.malloc(self._s.parameter * min(half, PIECE), self._stream)
                 waiting = self._allocator.malloc(self._s.compute * half, self._stream)
-                self._free((piece, waiting))
+                self._allocator.free_all((piece, waiting))
 
     def _gather_all_of(self, numbers: Sequence[int]) -> None:
         """As `forebay.train.unsharded_step` does after the first time."""
@@ -622,7 +609,7 @@ class UnshardedLifecycle(_Sharded):
 
     def end_step(self) -> None:
         """All sums are complete, except the embedding's if it is `late`."""
-        self._free(self._embedding_sum)
+        self._allocator.free_all(self._embedding_sum)
         self._embedding_sum = []
 
     def hold(self) -> None:
@@ -644,7 +631,7 @@ class UnshardedLifecycle(_Sharded):
             if "embedding" in group.kinds and self._late:
                 self._sum_embedding(n, spread)
                 if not self._graph_sums:
-                    self._free(rows)
+                    self._allocator.free_all(rows)
             if not (self._keep or self._in_place(n)):
                 self._reshard(n)
             if group.processes > 1:
@@ -652,7 +639,7 @@ class UnshardedLifecycle(_Sharded):
                     (self._head_sum,) = self._sums[n]
                 self._reduce(n)
             if self._in_place(n):  # resharded after it was sent
-                self._free(self._sending)
+                self._allocator.free_all(self._sending)
                 self._sending = []
                 if not self._keep:
                     self._reshard(n)
@@ -683,4 +670,4 @@ class UnshardedLifecycle(_Sharded):
     def _free_sums(self, sums: Iterable[Block]) -> None:
         """Free sums, except a graph's, and the head's if the embedding's sum reuses its memory."""
         kept = [*self._graph_sums, self._head_sum]
-        self._free([block for block in sums if all(block is not other for other in kept)])
+        self._allocator.free_all([block for block in sums if all(block is not other for other in kept)])

@@ -27,7 +27,7 @@ from forebay.estimate.fit import planning_error
 from forebay.estimate.layers import plan_layers
 from forebay.estimate.parts import WHOLE_LAYER
 from forebay.estimate.placement import sentences
-from forebay.estimate.plan import EAGER, Fit, bare_model, fit_run
+from forebay.estimate.plan import COLUMNS, EAGER, Fit, bare_model, fit_run
 from forebay.estimate.state import Sharing
 from forebay.estimate.trace_cache import TraceCache
 from forebay.models.families import decoder_layers
@@ -73,15 +73,14 @@ class TrainerArguments:
     lora_target_modules: tuple[str, ...] = key(("q_proj", "v_proj"), "Linear layers with adapters.")
 
     def sentence(self) -> str:
-        given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
-        needed = {name: self.fsdp for name in ("reshard_after_forward", "sync_each_batch")}
-        for name, is_needed in {
-            **needed,
-            "lora_target_modules": self.lora_r,
+        needed = {
+            "sync_each_batch": self.fsdp,
             "attn_implementation": self.attn_implementation,
-        }.items():
-            if not is_needed:
-                del given[name]
+            "reshard_after_forward": self.fsdp,
+            "lora_target_modules": self.lora_r,
+        }
+        names = [f.name for f in dataclasses.fields(self) if needed.get(f.name, True)]
+        given = {name: getattr(self, name) for name in names}
         return "Arguments of the Trainer (change with --hf): " + ", ".join(
             f"{name}={','.join(value) if isinstance(value, tuple) else value}" for name, value in given.items()
         )
@@ -276,13 +275,12 @@ class TrainerPlan:
             caption="\n".join((self.sentence(), *sentences(self.managed.choices), *self.managed.notes, *self.notes)),
             caption_justify="left",
         )
-        columns = ("weights", "gradients", "optimizer", "activations", "transient", "cached", "other", "total")
-        for name in ("", *columns, *(("headroom",) if budget is not None else ()), "s/step"):
+        for name in ("", "weights", *COLUMNS[1:], "total", *(("headroom",) if budget is not None else ()), "s/step"):
             table.add_column(name, justify="right" if name else "left")
         for name, fit in fits.items():
             most = fit.fullest
-            sizes = [most.parameters, most.gradients, most.optimizer, most.activations, most.transient, most.cached]
-            sizes += [most.other, most.total, *([most.headroom(budget)] if budget is not None else [])]
+            sizes = [*(getattr(most, name) for name in COLUMNS), most.total]
+            sizes += [most.headroom(budget)] if budget is not None else []
             assert fit.step is not None
             table.add_row(name, *(f"{size / (1 << 30):.2f}" for size in sizes), f"{fit.step.seconds:.3f}")
         return table

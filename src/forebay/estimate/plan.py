@@ -155,7 +155,7 @@ def _expert_processes(processes: int, experts: int) -> int:
     return max(n for n in range(1, SAME_HOST + 1) if both % n == 0)
 
 
-_COLUMNS = ("parameters", "gradients", "optimizer", "activations", "transient", "cached", "other")
+COLUMNS = ("parameters", "gradients", "optimizer", "activations", "transient", "cached", "other")
 
 
 @dataclass(frozen=True)
@@ -249,10 +249,10 @@ class Fit:
             caption_justify="left",
         )
         table.add_column("rank", justify="right")
-        for name in (*_COLUMNS, "total", *(("headroom",) if self.budget is not None else ())):
+        for name in (*COLUMNS, "total", *(("headroom",) if self.budget is not None else ())):
             table.add_column(name, justify="right")
         for rank in self.ranks:
-            sizes = [*(getattr(rank, name) for name in _COLUMNS), rank.total]
+            sizes = [*(getattr(rank, name) for name in COLUMNS), rank.total]
             sizes += [rank.headroom(self.budget)] if self.budget is not None else []
             table.add_row(str(rank.rank), *(f"{size / scale:.2f}" for size in sizes))
         return table

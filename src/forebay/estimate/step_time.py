@@ -208,9 +208,8 @@ class ScheduleTimer:
         return ScheduleTime(max(self._free), tuple(self._busy), tuple(self._exposed), tuple(self._launches))
 
     def _perform(self, rank: int, action: Action) -> bool:
-        parts = tuple(action.parts) or (action,)
         end = self._free[rank]
-        for part in parts:
+        for part in action.each:
             ready = self._ready(rank, part)
             if ready is None:
                 return False
@@ -220,7 +219,7 @@ class ScheduleTimer:
             self._launched[rank] += segment[2] * self.launch
             end = max(end + segment[0] + segment[1], self._launched[rank])
             computing, exposed, launches = computing + segment[0], exposed + segment[1], launches + segment[2]
-        for part in parts:
+        for part in action.each:
             self._ended["F" if part.kind == "F" else "B", part.stage, part.microbatch] = end
         self._free[rank] = end
         self._busy[rank] += computing + exposed

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from forebay.estimate.allocator import ACTIVATIONS, GRADIENTS, ROLES, TRANSIENT, Block, CachingAllocator
 from forebay.estimate.expandable import ExpandableAllocator
@@ -89,8 +89,7 @@ class RunMemory:
 
     def release_cache(self) -> None:
         """Before a capture, and as a graph is released: cuBLAS's workspaces are made anew, in the graph's pool or outside."""
-        for block in self._workspaces:
-            self.allocator.free(block)
+        self.allocator.free_all(self._workspaces)
         self._workspaces = []
         self.allocator.empty_cache()
 
@@ -153,14 +152,14 @@ class StepWalk:
                     for deferred in self._deferred.pop((action.stage, action.microbatch), ()):
                         for size in deferred.transient:
                             self._allocator.free(self._malloc(size))
-                        self._free_all(deferred.blocks)
+                        self._empty(deferred.blocks)
                     self._memory.note(self._action, "weight gradients")
                 case "RECV_F" | "RECV_B" if not self._run.sharing.slot_bytes:
                     self._arrived[action.kind[-1], action.stage, action.microbatch] = self._malloc(self._run.hidden)
 
     def end(self) -> list[Block]:
         """Free what was sent. The gradients of embedded tokens remain."""
-        self._free_all(self._sent)
+        self._empty(self._sent)
         return self._token_grads
 
     def _overlap_fwd_bwd(self, forward: Action, backward: Action) -> None:
@@ -217,11 +216,11 @@ class StepWalk:
             self._params.leave(part.place, part.mlp, False, microbatch == self._last)
             self._end_part("forward")
             if part.alone or not part.path.endswith(".self_attn"):
-                self._free_all(layer_inputs)
+                self._empty(layer_inputs)
             x = output
             if self._yields_after(part):
                 yield  # after a dense layer
-        self._free_all(model_inputs)
+        self._empty(model_inputs)
         assert x is not None
         self._hand_on(stage, microbatch, x)
 
@@ -243,7 +242,7 @@ class StepWalk:
 
     def _part_forward(self, run: PartRun, model_inputs: list[Block]) -> Generator[None, None, Block]:
         events = run.part.events
-        on_mark = {FINAL_NORM_END: partial(self._free_all, model_inputs), PAGES: partial(self._take_pages, run)}
+        on_mark = {FINAL_NORM_END: partial(self._empty, model_inputs), PAGES: partial(self._take_pages, run)}
         played = events.forward_no_grad if run.part.placement == "recompute" else events.forward
         on_call = partial(self._manager.begin_experts, run)
         yield from self._play(run.blocks, played, run.part, on_mark=on_mark, stop=EXPERTS_BEGIN, on_call=on_call)
@@ -259,7 +258,7 @@ class StepWalk:
             self._memory.workspace(0)  # rotary tables, which come before the layers, are matrix products
         if alone:
             self._run_last_norm()
-            self._free(alone)
+            self._allocator.free_all(alone)
         self._running["forward"] = part.path
         self._params.enter(part.place, part.mlp, False)
         run = PartRun(part, {}, x, shared=shared)
@@ -289,7 +288,7 @@ class StepWalk:
         blocks: dict[int, Block] = {}
         if head is not None and (-1, FINAL_NORM_END) in events:
             _drain(self._play(blocks, events[: events.index((-1, FINAL_NORM_END))], head))
-        self._free(blocks.values())
+        self._allocator.free_all(blocks.values())
 
     def _makes_tables(self, part: Part) -> bool:
         return part.shared > 0 and self._run.engine and self._memory.tables is None
@@ -307,7 +306,7 @@ class StepWalk:
     def _place_saved(self, run: PartRun) -> None:
         part, blocks = run.part, run.blocks
         if part.placement == "recompute":
-            self._free(blocks.values())
+            self._allocator.free_all(blocks.values())
             blocks.clear()
         elif part.stashed_x:
             self._allocator.free(blocks.pop(part.stashed_x[0]))
@@ -359,9 +358,9 @@ class StepWalk:
             self._deferred[stage, microbatch] = waiting
 
     def _sum_token_grads(self, run: PartRun, dy: Block) -> None:
-        self._free(run.blocks.values())
+        self._allocator.free_all(run.blocks.values())
         if self._run.at_once:
-            self._free([self._malloc(self._run.summed), dy])
+            self._allocator.free_all([self._malloc(self._run.summed), dy])
         else:
             self._token_grads.append(dy)
             self._allocator.set_role(dy, GRADIENTS)
@@ -384,8 +383,8 @@ class StepWalk:
         on_call = partial(self._manager.begin_front, run, following)
         yield from self._play(blocks, backward, part, frozenset(events.weight_grads), 1, on_mark, EXPERTS_END, on_call)
         dx = blocks.pop(events.dx, None)
-        self._free(block for block in blocks.values() if block is not dx)
-        self._free(block for block in (run.balance, run.shared, *run.held) if block is not None)
+        self._allocator.free_all(block for block in blocks.values() if block is not dx)
+        self._allocator.free_all(block for block in (run.balance, run.shared, *run.held) if block is not None)
         return dx
 
     def _recompute(self, run: PartRun) -> Generator[None, None, Block]:
@@ -410,7 +409,7 @@ class StepWalk:
         blocks[events.x] = x
         _drain(self._play(blocks, without_sums(events.backward), head, frozenset(events.weight_grads), 1))
         dx = blocks.pop(events.dx)
-        self._free(block for block in blocks.values() if block is not dx)
+        self._allocator.free_all(block for block in blocks.values() if block is not dx)
         self._end_part("forward")
         return dx
 
@@ -527,19 +526,15 @@ class StepWalk:
         if self._run.sharing.slot_bytes:  # copied
             self._allocator.free(block)
             return
-        self._free(self._sent)
+        self._allocator.free_all(self._sent)
         self._sent = [block]
 
     def _malloc(self, size: int, role: int = TRANSIENT) -> Block:
         return self._allocator.malloc(size, self._stream, role)
 
-    def _free_all(self, blocks: list[Block]) -> None:
-        self._free(blocks)
+    def _empty(self, blocks: list[Block]) -> None:
+        self._allocator.free_all(blocks)
         blocks.clear()
-
-    def _free(self, blocks: Any) -> None:
-        for block in list(blocks):
-            self._allocator.free(block)
 
 
 def _have_experts(parts: Sequence[Part]) -> list[bool]:

@@ -15,9 +15,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
+from rich.table import Table
 from torch import Tensor, nn
 
 from forebay.config import Config, apply_override, build_section, from_mapping, key
@@ -34,9 +35,6 @@ from forebay.models.families import decoder_layers
 from forebay.policy import format_bytes
 from forebay.train import hf_io
 from forebay.train.parallel import experts_in
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 _BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2}
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -266,8 +264,6 @@ class TrainerPlan:
         }
 
     def table(self) -> Table:
-        from rich.table import Table
-
         fits = {"as it is": self.plain, "Forebay": self.managed}
         budget = self.plain.budget
         table = Table(

@@ -10,7 +10,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.table import Table
 
 from forebay.config import Config, FastPath, check_experts, check_world
 from forebay.errors import UsageError
@@ -38,9 +40,6 @@ from forebay.policy import format_bytes
 from forebay.train import hf_io
 from forebay.train.fast_path import Outline, choose_path, gathered_of
 from forebay.train.parallel import experts_in
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 SAME_HOST = 8  # GPUs of one host, which reach each other's memory: dispatch = "auto" asks for that
 
@@ -106,8 +105,6 @@ class LayerPlan:
         }
 
     def table(self) -> Table:
-        from rich.table import Table
-
         table = Table(
             title=f"{self.schedule}, {self.microbatches} microbatches of {self.tokens} tokens",
             caption=self._caption(),

@@ -12,7 +12,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from math import gcd
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.table import Table
 
 from forebay.config import Config, FastPath, apply_override, check_experts, from_mapping, load, presets, why_called
 from forebay.config.fast_path import GRAPH
@@ -37,10 +39,6 @@ from forebay.models.placements import split_stash
 from forebay.policy import PLACEMENTS, Claim, PolicyError, format_bytes, is_inside, refuse_containers, resolve
 from forebay.train.hf_io import declared_by
 from forebay.train.parallel import experts_in
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
 
 _MICROBATCHES = 4  # of a step for each process; of a pipeline, for each of its ranks
 _SETTINGS: Mapping[str, Any] = {
@@ -240,8 +238,6 @@ class Fit:
         }
 
     def table(self) -> Table:
-        from rich.table import Table
-
         scale, unit = (1 << 30, "GiB") if self.fullest.total >= 1 << 30 else (1 << 20, "MiB")
         table = Table(
             title=f"a process of {self.world} at its peak, in {unit}; {self.parameters / 1e9:.2f} billion parameters in all",
@@ -421,11 +417,10 @@ def _estimator(
     c, p = config, config.parallel
     declared = traces.declared(c)
     text, routing = declared.get_text_config(), EvenRouting.of(declared)
-    experts = routing.experts
-    check_experts(p.ep, experts)
+    check_experts(p.ep, routing.experts)
     facts = traces.facts(c.model, declared)
-    called = why_called(c, sharing.gpu, experts)
-    notes = _model_notes(c, facts.attention, experts)
+    called = why_called(c, sharing.gpu, routing.experts)
+    notes = _model_notes(c, facts.attention, routing.experts)
     placements, light, whole = dict[str, str](), set[int](), set[int]()
     if auto is None:
         claims = _claims(c, facts)
@@ -438,6 +433,7 @@ def _estimator(
     if whole:
         checkpointed = traces.trace(c.model, declared, replace(shape, checkpointed_experts=True))
         trace = trace.with_mlps([layer.mlp for layer in checkpointed.layers], whole)
+    hidden = shape.sequence * shape.microbatch * text.hidden_size
     actions = None
     if p.pp > 1:
         # Chosen placements may offload nothing: then weight gradients wait as the schedule says.
@@ -445,8 +441,7 @@ def _estimator(
         schedule = p.schedule, p.pp, plan.microbatches, p.chunks, early
         actions = traces.pipeline(*schedule).actions
         if sharing.gpu and sharing.world <= SAME_HOST and p.may_share:
-            packet = shape.sequence * shape.microbatch * text.hidden_size * sharing.compute
-            sharing = replace(sharing, slot_bytes=traces.slots(*schedule) * packet)
+            sharing = replace(sharing, slot_bytes=traces.slots(*schedule) * hidden * sharing.compute)
     return RunEstimator(
         c,
         plan,
@@ -455,7 +450,7 @@ def _estimator(
         trace,
         sharing,
         placements,
-        hidden=shape.sequence * shape.microbatch * text.hidden_size,
+        hidden=hidden,
         exchange=_dispatcher_bytes(c, text, shape, sharing),
         clock=Clock.of(device or load_device(DEFAULT), c, routing, sharing),
         actions=actions,

@@ -31,7 +31,6 @@ class PlannedDispatcher(TokenDispatcher):
         capacity_factor: of the symmetric dispatcher; 0 means exact sizes.
 
     Attributes:
-        tokens: T.
         rows, slots: of buffers; R and S with exact sizes.
         live_rows, live_slots: R and S.
 

@@ -12,7 +12,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.table import Table
 
 from forebay.config import Config, check_experts, check_world, from_mapping
 from forebay.errors import UsageError
@@ -25,9 +27,6 @@ from forebay.estimate.rank import RunEstimator
 from forebay.estimate.trace_cache import TraceCache
 from forebay.policy import format_bytes
 from forebay.train.parallel import experts_in
-
-if TYPE_CHECKING:
-    from rich.table import Table
 
 
 @dataclass(frozen=True)
@@ -217,8 +216,6 @@ class Search:
         """The best meshes, for a terminal; None for other searches."""
         if self.what != "mesh":
             return None
-        from rich.table import Table
-
         timed = any(c.seconds is not None for c in self.candidates)
         table = Table(title=f"meshes of {self.fit.world} GPUs, the best first", caption=self._caption(timed))
         table.caption_justify = "left"

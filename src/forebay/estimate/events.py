@@ -346,11 +346,7 @@ def _releases(
         for source in (n, *(made[n].origins if n in made else ())):
             if source in end:
                 end[source] = max(end[source], at)
-    found: dict[int, list[int]] = {}
-    for n, at in end.items():
-        if n in kept or n in named.saved:
-            found.setdefault(at, []).append(n)
-    return found
+    return _by_position({n: at for n, at in end.items() if n in kept or n in named.saved})
 
 
 def _last_compiled_reads(log: Log, materialized: set[int]) -> dict[int, int]:

@@ -95,6 +95,8 @@ def read_arguments(given: Iterable[str]) -> TrainerArguments:
     Raises:
         UsageError: a name that is neither, a value that is not valid, or one that is not counted.
     """
+    from transformers import TrainingArguments  # takes a second
+
     found: dict[str, Any] = {}
     for text in given:
         name, equals, value = text.partition("=")
@@ -112,8 +114,8 @@ def read_arguments(given: Iterable[str]) -> TrainerArguments:
         found["lora_target_modules"] = targets.split(",")
     if other := set(_table(found, "gradient_checkpointing_kwargs")) - {"use_reentrant"}:
         raise UsageError(f"gradient_checkpointing_kwargs: {', '.join(sorted(other))} is not counted by this plan")
-    counted = {f.name for f in dataclasses.fields(TrainerArguments)}
-    if unknown := [name for name in found if name not in counted | _ignored()]:
+    counted, known = ({f.name for f in dataclasses.fields(table)} for table in (TrainerArguments, TrainingArguments))
+    if unknown := [name for name in found if name not in counted | known]:
         hint = nearest(unknown[0], sorted(counted), "name")
         raise UsageError(
             f"--hf {unknown[0]!r} is no argument of transformers' Trainer; {hint}names that are counted are "
@@ -176,12 +178,6 @@ def _unpack_fsdp(found: dict[str, Any]) -> None:
             raise UsageError(
                 f"fsdp_config: {name}={value!r} is not counted by this plan; valid is {_FSDP_CONFIG[name]!r}"
             )
-
-
-def _ignored() -> set[str]:
-    from transformers import TrainingArguments
-
-    return {f.name for f in dataclasses.fields(TrainingArguments)}
 
 
 # --- LoRA -------------------------------------------------------------------------------------------------------------

@@ -52,8 +52,7 @@ def least_peak_order(log: Log, materialized: Set[int], outputs: Collection[int],
     _connect(kernels)
     kernels = _fused(kernels, sizes)
     graph = _Graph(kernels, sizes, frozenset(outputs), frozenset(inputs))
-    orders: tuple[Callable[[_Graph], list[_Kernel]], ...] = (_as_they_are, _least_first, _oldest_first, _smallest_first)
-    best = min((order(graph) for order in orders), key=graph.peak)
+    best = min(kernels, _least_first(graph), _oldest_first(graph), _smallest_first(graph), key=graph.peak)
     return list(_entries(best, inlined))
 
 
@@ -77,10 +76,6 @@ class _Graph:
     def held(self, kernel: _Kernel) -> set[int]:
         """Storages that a kernel may be the last to use."""
         return {n for n in (*kernel.makes, *kernel.reads) if n in self.sizes and n not in self.outputs}
-
-
-def _as_they_are(graph: _Graph) -> list[_Kernel]:
-    return graph.kernels
 
 
 def _least_first(graph: _Graph) -> list[_Kernel]:

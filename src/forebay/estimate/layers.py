@@ -107,7 +107,9 @@ class LayerPlan:
     def table(self) -> Table:
         table = Table(
             title=f"{self.schedule}, {self.microbatches} microbatches of {self.tokens} tokens",
-            caption=self._caption(),
+            caption=f"Slowest rank over the mean: {self.partition.balance:.3f}; "
+            f"with layers split evenly {self.even.balance:.3f}. "
+            "Time is estimated for an H200. Activations are those of a run that keeps all.",
             caption_justify="left",
         )
         for name in ("rank", "stage", "layers", "in flight", "time", "activations"):
@@ -128,12 +130,6 @@ class LayerPlan:
         """The parts of the model on a stage, such as "embedding + 0-3"."""
         last = len(self.partition.layers) - 1
         return "embedding + " * (stage == 0) + listed(self.partition.layers[stage]) + " + head" * (stage == last)
-
-    def _caption(self) -> str:
-        return (
-            f"Slowest rank over the mean: {self.partition.balance:.3f}; with layers split evenly {self.even.balance:.3f}. "
-            "Time is estimated for an H200. Activations are those of a run that keeps all."
-        )
 
 
 def fast_path_of(config: Config, world: int, traces: TraceCache | None = None) -> FastPath:

@@ -267,11 +267,10 @@ def search(
     Args:
         what: one of `SEARCHES`.
         budget: bytes a process may use; None is valid for "mesh" only.
-        skew: see `fit_run`.
+        skew, processes: see `fit_run`.
         device: for step times; the best mesh is then the fastest that fits, else the one with the lowest peak.
         auto: choose placements for the budget, instead of those of the configuration.
         progress: called before each candidate, with a sentence about those before.
-        processes: see `fit_run`.
 
     Raises:
         UsageError: no budget, or nothing can run: why the first value, or every mesh, is refused.

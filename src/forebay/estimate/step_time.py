@@ -161,18 +161,16 @@ class ScheduleTimer:
     another rank with a message. The host launches kernels ahead of the device, layer by layer: none ends before it is launched,
     and the lead that the host gains during a long kernel is kept.
 
-    F and B compute and transfer; an engine makes the experts' weight gradients during the transfer after dispatch's
-    gradient, half of B's transfers (`forebay.pipeline.sublayer`). I is B without those gradients, and W is those.
-    OVERLAP_F_B takes, layer by layer, the longer of both microbatches' computing and both microbatches' transfers; a
-    layer without a partner runs as if alone. What hides a transfer is slowed by a share of it (`contention`): both use
-    the same memory and multiprocessors.
+    F and B compute and transfer. I is B without the experts' weight gradients, and W is those. OVERLAP_F_B takes, layer by layer,
+    the longer of both microbatches' computing and both microbatches' transfers; a layer without a partner runs as if alone.
 
     Attributes:
         actions: of each rank, those that compute; see `forebay.pipeline.schedule`.
         ranks: rank of each stage.
         message: seconds of hidden states from one rank to another.
-        engine: the experts' weight gradients are made during a transfer.
-        contention: share of a hidden all-to-all by which what hides it is slower.
+        engine: the experts' weight gradients are made during the transfer after dispatch's gradient, half of B's transfers
+            (`forebay.pipeline.sublayer`).
+        contention: share of a hidden all-to-all by which what hides it is slower: both use the same memory and multiprocessors.
         launch: seconds of the host for a launch; 0 for a CUDA graph step.
     """
 

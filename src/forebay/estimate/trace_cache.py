@@ -53,8 +53,8 @@ class TraceCache:
         shape: fields of every `Shape`, in place of the asked ones.
 
     Attributes:
-        pipeline: a step of all pipeline ranks; arguments as for `make_plan`.
-        slots: those of each rank into which others copy packets; arguments as for `make_plan`.
+        pipeline, slots: a step of all pipeline ranks, and the slots of each into which others copy packets; arguments as for
+            `make_plan`.
     """
 
     def __init__(self, adapt: Callable[[Any], None] | None = None, **shape: Any) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -278,7 +278,7 @@ def search(
     """
     if what not in SEARCHES:
         raise UsageError(f"--search {what!r} is unknown; valid are {', '.join(SEARCHES)}")
-    runs = _Runs(asked, world, skew, device, budget if auto else None, processes)
+    runs = _Runs(asked, world, skew, device, budget if auto else None, processes, TraceCache())
     if what == "mesh":
         return _mesh(runs, budget, progress)
     if budget is None:
@@ -296,7 +296,7 @@ class _Runs:
     device: DeviceProfile | None
     auto: int | None
     processes: int
-    traces: TraceCache = field(default_factory=TraceCache)
+    traces: TraceCache
 
     @property
     def declared(self) -> Any:

@@ -257,6 +257,10 @@ class LayerTrace:
         """The layer's sublayers that a stage has."""
         return [(name, part) for name, part in self.sublayers if name in stage_layer.sublayers]
 
+    @property
+    def saved(self) -> int:
+        return self.attention.saved + self.mlp.saved
+
 
 @dataclass(frozen=True)
 class ModelTrace:

@@ -332,6 +332,16 @@ PLAN, TRAIN = ["plan", "{folder}/config.toml"], ["train", "{folder}/config.toml"
         (["plan", "qwen3-30b"], ["--gpus=8"], ["the nearest valid name is 'qwen3-30b-a3b'", "published models are"]),
         (["plan", "olmoe-1b-7b"], ["--gpus=6", "--set=parallel.ep=3"], ["does not divide the model's 64 experts"]),
         (["plan", "{folder}"], [], ["has no config.json"]),
+        (
+            ["plan", "qwen3-30b-a3b"],
+            ["--set=train.sequence=65536"],
+            ["max_position_embeddings = 40960; valid is at most that"],
+        ),
+        (
+            ["plan", "qwen3-30b-a3b"],
+            ["--budget=80"],
+            ["a budget of 80 B is below", "such as 80GiB: a number alone is in bytes"],
+        ),
         (["train", "quickstrat"], [], ["'quickstart'"]),
         (TRAIN, [f"--set=train.seed={2**64}"], ["train.seed", "too large"]),
         (TRAIN, [f"--set=log.folder={'x' * 300}"], ["'xxx", "is no path: File name too long"]),

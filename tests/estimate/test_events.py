@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from forebay.estimate.events import NamedStorages, cut_nearest, head_events, part_events
+from forebay.estimate.events import NamedStorages, cut_nearest, head_events, is_mark, part_events
 from forebay.estimate.types import (
     ALL_TO_ALL_BEGIN,
     ALL_TO_ALL_END,
@@ -208,6 +208,11 @@ def test_the_gradient_of_gate_up_is_made_after_compiled_code(pieces: bool) -> No
     found = part_events(FORWARD, backward, named, True, pieces=pieces).backward
     assert [n for n, size in found if n >= 0 and size] == ([8, 9, 12] if pieces else [8, 12, 9])
     assert found.index((9, 0)) > found.index((9, 70))
+
+
+def test_a_free_is_no_mark_of_its_number() -> None:
+    assert Mark(7) == Freed(7) and is_mark(Mark(7), 7)
+    assert not is_mark(Freed(7), 7) and not is_mark(Mark(3), 7)
 
 
 def test_a_compiled_norm_saves_its_input_and_a_number_a_row_and_the_loss_after_it_what_its_log_says() -> None:

@@ -2,8 +2,10 @@
 
 from itertools import pairwise
 
+import pytest
 from hypothesis import given, settings
 
+from forebay.errors import UsageError
 from forebay.estimate.allocator import Block, CachingAllocator
 from forebay.estimate.expandable import ExpandableAllocator
 from tests.estimate.test_allocator import KIB, MIB, ORDERS
@@ -16,6 +18,12 @@ def test_pages_are_mapped_as_a_segment_grows() -> None:
     assert (second.address - first.address, second.size, allocator.reserved) == (3 * MIB, 30 * MIB, 40 * MIB)
     small = [allocator.malloc(n * KIB) for n in (1, 1024)]
     assert small[1].address - small[0].address == KIB and allocator.reserved == 42 * MIB
+
+
+def test_what_no_address_space_holds_is_an_error_that_names_the_keys() -> None:
+    allocator = ExpandableAllocator()
+    with pytest.raises(UsageError, match=r"more than 128 TiB; valid is a shorter train\.sequence"):
+        allocator.malloc(1 << 48)
 
 
 def test_a_free_end_grows_to_what_is_asked() -> None:

@@ -543,6 +543,7 @@ def test_a_folder_with_a_config_alone(tmp_path: Path, quantized: bool) -> None:
     (tmp_path / "config.json").write_text(json.dumps(declared))
     # On a CPU, where a peak is of bytes and not of segments.
     asked = ask(str(tmp_path), ["train.sequence=128", "memory.compile=false", "device.type=cpu"], 2)
+    assert ask(str(tmp_path / "config.json"), ["train.sequence=128"], 2).config.model.path == str(tmp_path)
     assert asked.config.model.path == str(tmp_path) and asked.config.parallel.ep == 2
     fit = fit_run(asked.config, plan_layers(asked.config, 2), 2)
     by_name = tiny(model={"family": "gpt_oss", "config": fields, "attention": "eager"}, parallel={"ep": 2})

@@ -10,6 +10,7 @@ from bisect import bisect_left, insort
 from collections.abc import Hashable
 from operator import attrgetter
 
+from forebay.errors import UsageError
 from forebay.estimate.allocator import (
     ADDRESS_BITS,
     LARGE_SEGMENT,
@@ -96,7 +97,13 @@ class ExpandableAllocator(CachingAllocator):
         return pool.blocks.pop(keys.pop(at))
 
     def _grow(self, pool: _ExpandableBlocks, size: int) -> Block:
-        block = next(found for gap in pool.unmapped if _room_from(found := _first_free(gap), size) >= size)
+        places = (found for gap in pool.unmapped if _room_from(found := _first_free(gap), size) >= size)
+        block = next(places, None)
+        if block is None:
+            raise UsageError(
+                f"a process would need more than {_ADDRESSES >> 40} TiB; valid is a shorter train.sequence, or a smaller "
+                "train.microbatch"
+            )
         if not block.mapped:
             block = self._map(pool, block, size)
         while block.size < size:

@@ -106,6 +106,8 @@ def ask(source: str, overrides: Iterable[str] = (), processes: int = 0) -> PlanR
 def bare_model(source: str) -> dict[str, Any] | None:
     """The `[model]` section of a bare model; None for a file or preset."""
     path = Path(source).expanduser()
+    if path.name == "config.json" and path.is_file():
+        path = path.parent
     if path.is_file() or source in presets():
         return None
     if path.is_dir():
@@ -386,6 +388,8 @@ def _check_parameters(fits: Sequence[RankFit], budget: int | None) -> None:
         raise UsageError(
             f"a budget of {format_bytes(budget)} is below the parameters alone: rank {most.rank} holds "
             f"{format_bytes(most.parameters)} of them; valid is more than that"
+            + ", such as 80GiB: a number alone is in bytes"
+            * (budget < 1 << 20)
         )
 
 

@@ -28,6 +28,15 @@ def check_sizes(config: Any, where: str = "model.config") -> None:
     _Sizes(config, where).check()
 
 
+def check_length(sequence: int, config: Any) -> None:
+    """Raise UsageError if a sequence has more tokens than a model with the Hugging Face configuration `config` has positions."""
+    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if longest is not None and sequence > longest:
+        raise UsageError(
+            f"train.sequence = {sequence} is longer than the model's max_position_embeddings = {longest}; valid is at most that"
+        )
+
+
 class _Sizes:
     """The sizes of one configuration. Names that a family does not have are not checked."""
 

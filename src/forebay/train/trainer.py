@@ -40,7 +40,7 @@ from forebay.train.fast_path import fast_path_of
 from forebay.train.generators import seed_all
 from forebay.train.health import HealthRecorder, StepHealth
 from forebay.train.metrics import StepRecord, allocator_bytes, peak_bytes, reserved_bytes
-from forebay.train.model_checks import check_documents_apart
+from forebay.train.model_checks import check_documents_apart, check_length
 from forebay.train.staging import available_bytes
 from forebay.train.tokenizer import load_tokenizer
 from forebay.train.world import ALONE, processes_of_node
@@ -162,12 +162,7 @@ class Trainer:
         self._model = hf_io.build(config.model, vocabulary, self.device, on_meta, config.train.seed, keep)
         if config.data.packing == "documents":
             check_documents_apart(self._model)
-        longest = getattr(self._model.config.get_text_config(), "max_position_embeddings", None)
-        if longest is not None and config.train.sequence > longest:
-            raise UsageError(
-                f"train.sequence = {config.train.sequence} is longer than the model's max_position_embeddings = {longest}; "
-                "valid is at most that"
-            )
+        check_length(config.train.sequence, self._model.config)
         return experts
 
     def _build_engine(self, experts: int) -> LocalGradients | PipelinedGradients | None:

@@ -516,6 +516,7 @@ def test_a_bare_model_has_settings_that_follow_the_gpus() -> None:
     assert mine.config.parallel.ep == 2 and mine.config.train.batch == 64 and not mine.rebatch
     assert hf_io.configuration(mine.config.model, 257).num_hidden_layers == 4
     assert ask("olmoe-1b-7b", processes=6).config.parallel.ep == 2  # 6 and 64 experts
+    assert ask("olmoe-1b-7b", ["model.config.max_position_embeddings=2048"]).config.train.sequence == 2048
     assert ask("gpt-oss-20b").config.model.attention == "flex" and asked.config.model.attention == "sdpa"
     assert ask("gpt-oss-20b", ["memory.compile=false"]).config.model.attention == "eager"
 

@@ -136,6 +136,9 @@ def _filled(raw: dict[str, Any], source: str, processes: int) -> PlanRequest:
         choose(name, value)
     so_far = from_mapping({**raw, "train": {"batch": raw["train"]["microbatch"], **raw["train"]}}, origin=source)
     declared = declared_by(so_far)
+    positions = getattr(declared.get_text_config(), "max_position_embeddings", None)
+    if "train.sequence" in chosen and positions is not None and positions < chosen["train.sequence"]:
+        raw["train"]["sequence"] = chosen["train.sequence"] = positions
     groups = so_far.parallel.replicate * so_far.parallel.pp
     processes = processes or groups * raw.get("parallel", {}).get("ep", 1)
     sinks = "flex" if so_far.memory.compile and so_far.device.type != "cpu" else "eager"

@@ -190,7 +190,8 @@ class ScheduleTimer:
         self._launched = [0.0] * count  # when each host has launched all of its actions so far
 
     def run(self) -> ScheduleTime:
-        """
+        """The time of the whole schedule.
+
         Raises:
             ValueError: actions wait for each other, or for one that no rank has.
         """

@@ -363,7 +363,6 @@ def _answer_plan(options: argparse.Namespace, budget: int | None) -> int:
     from forebay.estimate.trace_cache import TraceCache
     from forebay.report.html import checked, write_page
     from forebay.report.plan_page import Planned, plan_page
-    from forebay.train.hf_io import declared_by
     from forebay.train.model_checks import check_length
 
     given = [] if options.pp is None else [f"parallel.pp={options.pp}"]
@@ -378,7 +377,6 @@ def _answer_plan(options: argparse.Namespace, budget: int | None) -> int:
     auto = budget if options.auto else None
     page = None if options.html is None else checked(options.html.expanduser())  # raises before any work
     _quiet_transformers()
-    check_length(config.train.sequence, declared_by(config))
     if options.search:
         with _Progress() as progress:
             found = search(
@@ -387,6 +385,7 @@ def _answer_plan(options: argparse.Namespace, budget: int | None) -> int:
         config, plan, fit = found.config, found.plan, found.fit
     else:
         traces = TraceCache()
+        check_length(config.train.sequence, traces.declared(config))
         plan = plan_layers(config, world, traces)
         fit = fit_run(
             config, plan, world, budget, options.skew, device=device, auto=auto, traces=traces, processes=usable()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from forebay.estimate.events import NamedStorages, cut_nearest, head_events, is_mark, part_events
+from forebay.estimate.events import NamedStorages, cut_nearest, head_events, part_events
 from forebay.estimate.types import (
     ALL_TO_ALL_BEGIN,
     ALL_TO_ALL_END,
@@ -211,8 +211,8 @@ def test_the_gradient_of_gate_up_is_made_after_compiled_code(pieces: bool) -> No
 
 
 def test_a_free_is_no_mark_of_its_number() -> None:
-    assert Mark(7) == Freed(7) and is_mark(Mark(7), 7)
-    assert not is_mark(Freed(7), 7) and not is_mark(Mark(3), 7)
+    assert Mark(7) == Mark(7) and Mark(7) != Freed(7) and Mark(3) != Mark(7)
+    assert [Freed(7), Mark(7)].index(Mark(7)) == 1
 
 
 def test_a_compiled_norm_saves_its_input_and_a_number_a_row_and_the_loss_after_it_what_its_log_says() -> None:

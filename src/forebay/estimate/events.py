@@ -131,7 +131,7 @@ def head_events(forward: Log, backward: Log, named: NamedStorages, normed: int, 
     Args:
         normed, normed_gradient: the norm's result, and its gradient.
     """
-    at, back = _place(forward, FINAL_NORM_END), _place(backward, FINAL_NORM_BACKWARD)
+    at, back = forward.index(Mark(FINAL_NORM_END)), backward.index(Mark(FINAL_NORM_BACKWARD))
     made = {m.number: m for entry in forward[:at] if isinstance(entry, Op) for m in entry.made}
     kept = {n for n in named.saved if n in made and not made[n].recomputable}
     norm = named._replace(output=normed, gradient=normed_gradient, saved=tuple(kept))
@@ -262,7 +262,7 @@ def _recomputed_apart(backward: Log, made: dict[int, NewStorage], kept: set[int]
     The experts save what they read as it is (`OpRecorder.experts_inputs`), and free it. The compiled piece before them does not
     know that: its backward makes what it can recompute again, such as the norm's result, which `made` gets another number for.
     """
-    ends = [at for at, entry in enumerate(backward) if is_mark(entry, EXPERTS_END)]
+    ends = [at for at, entry in enumerate(backward) if entry == Mark(EXPERTS_END)]
     shared = sorted(n for n in kept if made[n].recomputable)
     if not ends or not shared:
         return backward
@@ -300,7 +300,7 @@ def _ordered_backward(log: Log, named: NamedStorages, made: dict[int, NewStorage
 
 def _without_last_weight_gradient(log: Log) -> tuple[Log, Log]:
     """The log, and the part of it that makes gate_up's gradient."""
-    marked = next((at for at, entry in enumerate(log) if is_mark(entry, GATE_UP_GRAD)), 0)
+    marked = next((at for at, entry in enumerate(log) if entry == Mark(GATE_UP_GRAD)), 0)
     if not marked:
         return log, []
     begin = log[marked - 1]
@@ -311,15 +311,6 @@ def _without_last_weight_gradient(log: Log) -> tuple[Log, Log]:
     frees = [entry for entry in log[end:] if isinstance(entry, Freed) and entry.number in made]
     rest = [*log[: marked - 1], *(e for e in log[end:] if not any(e is free for free in frees))]
     return rest, [*moved, *frees]
-
-
-def is_mark(entry: Op | Freed | Mark, number: int) -> bool:
-    """Whether it is that mark. Trap: as tuples a `Mark` and a `Freed` of one number are equal."""
-    return isinstance(entry, Mark) and entry.number == number
-
-
-def _place(log: Log, number: int) -> int:
-    return next(at for at, entry in enumerate(log) if is_mark(entry, number))
 
 
 def _recomputed_for(op: Op, waiting: Mapping[int, frozenset[int]]) -> list[int]:

@@ -38,6 +38,7 @@ from forebay.models.catalog import PUBLISHED, find
 from forebay.models.placements import split_stash
 from forebay.policy import PLACEMENTS, Claim, PolicyError, format_bytes, is_inside, refuse_containers, resolve
 from forebay.train.hf_io import declared_by
+from forebay.train.model_checks import positions_of
 from forebay.train.parallel import experts_in
 
 _MICROBATCHES = 4  # of a step for each process; of a pipeline, for each of its ranks
@@ -136,9 +137,9 @@ def _filled(raw: dict[str, Any], source: str, processes: int) -> PlanRequest:
         choose(name, value)
     so_far = from_mapping({**raw, "train": {"batch": raw["train"]["microbatch"], **raw["train"]}}, origin=source)
     declared = declared_by(so_far)
-    positions = getattr(declared.get_text_config(), "max_position_embeddings", None)
-    if "train.sequence" in chosen and positions is not None and positions < chosen["train.sequence"]:
-        raw["train"]["sequence"] = chosen["train.sequence"] = positions
+    longest = positions_of(declared)
+    if longest is not None and longest < chosen.get("train.sequence", 0):
+        raw["train"]["sequence"] = chosen["train.sequence"] = longest
     groups = so_far.parallel.replicate * so_far.parallel.pp
     processes = processes or groups * raw.get("parallel", {}).get("ep", 1)
     sinks = "flex" if so_far.memory.compile and so_far.device.type != "cpu" else "eager"
@@ -388,11 +389,10 @@ def _estimates(
 def _check_parameters(fits: Sequence[RankFit], budget: int | None) -> None:
     most = max(fits, key=lambda r: r.parameters)
     if budget is not None and most.parameters > budget:
+        unit = ", such as 80GiB: a number alone is in bytes" if budget < 1 << 20 else ""
         raise UsageError(
             f"a budget of {format_bytes(budget)} is below the parameters alone: rank {most.rank} holds "
-            f"{format_bytes(most.parameters)} of them; valid is more than that"
-            + ", such as 80GiB: a number alone is in bytes"
-            * (budget < 1 << 20)
+            f"{format_bytes(most.parameters)} of them; valid is more than that{unit}"
         )
 
 

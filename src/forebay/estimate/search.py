@@ -26,6 +26,7 @@ from forebay.estimate.processes import forked_map
 from forebay.estimate.rank import RunEstimator
 from forebay.estimate.trace_cache import TraceCache
 from forebay.policy import format_bytes
+from forebay.train.model_checks import check_length, positions_of
 from forebay.train.parallel import experts_in
 
 
@@ -279,6 +280,7 @@ def search(
     if what not in SEARCHES:
         raise UsageError(f"--search {what!r} is unknown; valid are {', '.join(SEARCHES)}")
     runs = _Runs(asked, world, skew, device, budget if auto else None, processes, TraceCache())
+    check_length(asked.config.train.sequence, runs.declared)
     if what == "mesh":
         return _mesh(runs, budget, progress)
     if budget is None:
@@ -444,7 +446,7 @@ def _values(runs: _Runs, what: str) -> tuple[Sequence[int], bool, str]:
     """
     config = runs.asked.config
     if what == "sequence":
-        longest = getattr(runs.declared.get_text_config(), "max_position_embeddings", None) or _LONGEST
+        longest = positions_of(runs.declared) or _LONGEST
         step = _TOKENS if longest >= _TOKENS else 1
         return range(step, longest + 1, step), True, f"the model's max_position_embeddings are {longest}"
     if what == "layers":

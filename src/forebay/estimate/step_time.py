@@ -279,11 +279,11 @@ class ScheduleTimer:
 
 
 _Rate = tuple[float, float]
-"""Of an update: a share of a copy's bandwidth, and bytes/s that faster memory does not raise."""
+"""What bounds the rate of an update: a share of a copy's bandwidth, and a number of bytes/s. The lower of the two holds."""
 _UPDATES: Mapping[int, _Rate] = MappingProxyType({4: (0.88, 3.4e12), 2: (0.80, 2.5e12)})
 """AdamW's fused update and clipping, by the size of an element: 3.31 to 3.56 TB/s in fp32, 2.35 to 2.76 in bf16 on H200s
-(benchmarks/results/step_kernels.json), 2.6, and 2.2 to 2.4 on H100s (runs 00, 04 and 07 of the twenty-seventh draw), where copies
-reach 2.97 for 4.25."""
+(benchmarks/results/step_kernels.json). On H100s, where a copy reaches 2.97 TB/s instead of 4.25, they are 2.6 in fp32 and 2.2 to
+2.4 in bf16 (runs 00, 04 and 07 of the twenty-seventh draw)."""
 _SPLIT_UPDATES: _Rate = (1.0, 4.0e12)
 """The same of the update of split weights (`forebay.kernels.split_adamw`) and of their gradients' norm: 4.06 TB/s of 5.6e9
 weights on an H200 (run 10 of the twenty-sixth draw), 3.0 on an H100."""

@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from forebay.estimate.events import NamedStorages, cut_nearest, head_events, is_mark, part_events
+from forebay.estimate.events import NamedStorages, cut_nearest, head_events, part_events
 from forebay.estimate.op_costs import address
 from forebay.estimate.op_recorder import OpRecorder
 from forebay.estimate.planned_dispatch import PlannedDispatcher
@@ -372,7 +372,7 @@ class TraceRun:
         transferred = frozenset(recorder.transferred & own)
         named = NamedStorages(x, out, given, dx, self._weight_grads, part.kept, transferred, *part.experts)
         forward = recorder.log[part.log]
-        if self.shape.compiled and any(is_mark(entry, FINAL_NORM_BACKWARD) for entry in log):
+        if self.shape.compiled and Mark(FINAL_NORM_BACKWARD) in log:
             events = head_events(forward, log, named, *self._norm)
         else:
             events = part_events(forward, log, named, part.compiled, part.no_grad, self.shape.stages)

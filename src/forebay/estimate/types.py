@@ -66,8 +66,9 @@ class Freed(NamedTuple):
     number: int
 
 
-class Mark(NamedTuple):
-    """A place in the log: one of the constants above."""
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A place in the log: one of the constants above. No tuple, which would equal a `Freed` of its number."""
 
     number: int
 

@@ -87,7 +87,7 @@ class HostStore:
     * `fetch` allocates on the compute stream, and the copy back waits for the compute stream as of then.
     * `wait` makes the compute stream, and the current one if it is another, wait for the copy back.
     * Before a device block returns to its allocator, the streams that may get it next wait for each copy that uses it
-      (`Ticket.guard_block`).
+      (`guard_block` of its held bytes).
     """
 
     def __init__(self, device: torch.device):
@@ -185,7 +185,7 @@ class HostStore:
             if ticket.is_emptied or ticket.device_bytes.data_ptr() != ticket.address:
                 ticket.advance(TicketState.ON_DEVICE)
                 return
-            ticket.guard_block()
+            ticket.held.guard_block()
             ticket.advance(TicketState.ON_HOST)
             ticket.device_bytes, ticket.others = None, ()
 

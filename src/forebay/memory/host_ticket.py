@@ -171,9 +171,5 @@ class Ticket:
         assert self.device_bytes is not None
         with on_stream(self.compute):
             expanded = expand(self.device_bytes, self.nbytes)
-        self.guard_block()  # the compressed block's
+        self.held.guard_block()  # the compressed block's
         self.device_bytes, self.compressed = expanded, False
-
-    def guard_block(self) -> None:
-        """See `_HeldBytes.guard_block`."""
-        self.held.guard_block()

@@ -28,9 +28,15 @@ def check_sizes(config: Any, where: str = "model.config") -> None:
     _Sizes(config, where).check()
 
 
+def positions_of(config: Any) -> int | None:
+    """The tokens of the longest sequence that a model with the Hugging Face configuration `config` takes; None for any."""
+    longest: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+    return longest
+
+
 def check_length(sequence: int, config: Any) -> None:
     """Raise UsageError if a sequence has more tokens than a model with the Hugging Face configuration `config` has positions."""
-    longest = getattr(config.get_text_config(), "max_position_embeddings", None)
+    longest = positions_of(config)
     if longest is not None and sequence > longest:
         raise UsageError(
             f"train.sequence = {sequence} is longer than the model's max_position_embeddings = {longest}; valid is at most that"

@@ -1,17 +1,20 @@
-"""Whole steps on one GPU as one CUDA graph, the default, against the same steps launched by the host.
+"""Whole steps as one CUDA graph, the default, against the same steps launched by the host, on one GPU or two.
 
-Configurations are some of the blind draws (`benchmarks/planner_blind.py`; `draw:number`), without overlap, with Forebay's experts
-and the fused loss, so both arms compute the same. The host's arm frees gathered weights after each use, as it does by default.
-Each arm has a process of its own. Times are medians of 9 whole steps with the optimizer's, the same in both arms, once nothing is
-left to measure, plan and capture. Peaks are of the process's life, `peak` with the graph's memory while it is replayed.
+Configurations are some of the blind draws (`benchmarks/planner_blind.py`; `draw:number`), without overlap, with Forebay's
+experts and the fused loss, so both arms compute the same. Those of two GPUs share weights alone (FSDP2). The host's arm frees
+gathered weights after each use, as it does by default. Each arm has processes of its own. Times are medians of 9 whole steps
+with the optimizer's, the same in both arms, once nothing is left to measure, plan and capture. Peaks are of the first
+process's life, `peak` with the graph's memory while it is replayed.
 
-    python benchmarks/local_graph.py                 # two minutes on one H200
-    python benchmarks/local_graph.py 4:02 5:08
+    python benchmarks/local_graph.py                 # two minutes on one H200: results/local_graph.json
+    python benchmarks/local_graph.py --gpus 2        # three minutes on two: results/sharded_graph.json
+    python benchmarks/local_graph.py --runs 4:02 5:08
 """
 
+import argparse
 import json
+import os
 import statistics
-import sys
 import time
 from multiprocessing import get_context
 from pathlib import Path
@@ -23,9 +26,15 @@ from planner_blind import entries_of
 from planner_measure import MOST, graph_bytes, settled
 
 from forebay.config import from_mapping
+from forebay.train.distributed import Mesh
 from forebay.train.trainer import Trainer
 
-RUNS = ("4:02", "3:07", "5:22", "5:08", "1:12", "5:09", "5:14")
+RUNS = {
+    1: ("4:02", "3:07", "5:22", "5:08", "1:12", "5:09", "5:14"),
+    2: ("20:17", "12:17", "28:05", "26:05", "22:17", "7:17", "7:05", "8:17"),
+}
+NAMES = {1: "local_graph", 2: "sharded_graph"}
+PORT = 29500
 TIMED = 9
 LEAST = (
     12  # steps before the timed ones; by then both arms have nothing left to measure, or the losses are of other steps
@@ -46,12 +55,22 @@ def sections_of(run: str, graph: bool) -> tuple[str, dict[str, Any]]:
     return f"{draw}:{name}", found
 
 
-def arm(run: str, graph: bool) -> dict[str, Any]:
-    """The figures of one arm, in this process."""
+def figures(run: str, graph: bool, gpus: int) -> dict[str, Any]:
+    """Those of one arm's first process, in processes of its own."""
+    with get_context("fork").Pool(gpus) as pool:
+        return pool.starmap(arm, [(run, graph, rank, gpus) for rank in range(gpus)], chunksize=1)[0]
+
+
+def arm(run: str, graph: bool, rank: int, gpus: int) -> dict[str, Any]:
+    """The figures of this process of an arm."""
+    if gpus > 1:
+        names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": gpus, "LOCAL_WORLD_SIZE": gpus, "MASTER_PORT": PORT}
+        os.environ |= {**{name: str(value) for name, value in names.items()}, "MASTER_ADDR": "127.0.0.1"}
     name, sections = sections_of(run, graph)
-    with Trainer(from_mapping(sections, origin=name)) as trainer:
+    settings = from_mapping(sections, origin=name)
+    with Mesh.open(settings) as mesh, Trainer(settings, mesh) as trainer:
         number = 1
-        while number <= LEAST or (not settled(trainer) and number < MOST):
+        while number <= LEAST or (not mesh.all(settled(trainer)) and number < MOST):
             trainer.step(number)
             number += 1
         seconds, peaks = [], []
@@ -79,19 +98,20 @@ def arm(run: str, graph: bool) -> dict[str, Any]:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--gpus", type=int, choices=list(RUNS), default=1)
+    parser.add_argument("--runs", nargs="*")
+    options = parser.parse_args()
     rows: list[dict[str, Any]] = []
-    for run in sys.argv[1:] or RUNS:
-        pair = []
-        for graph in (False, True):
-            with get_context("fork").Pool(1) as pool:
-                pair.append(pool.apply(arm, (run, graph)))
-        host, graph_row = pair
-        graph_row["time"] = graph_row["ms"] / host["ms"]
-        graph_row["memory"] = graph_row["reserved GiB"] / host["reserved GiB"]
+    for run in options.runs or RUNS[options.gpus]:
+        host, graph = pair = [figures(run, captured, options.gpus) for captured in (False, True)]
+        graph["time"] = graph["ms"] / host["ms"]
+        graph["memory"] = graph["reserved GiB"] / host["reserved GiB"]
         rows += pair
-        print(graph_row, flush=True)
-    write("local_graph", rows)  # not earlier: it opens the GPU, which processes forked from this one could not
-    print(results_folder() / "local_graph.json")
+        print(graph, flush=True)
+    name = NAMES[options.gpus]
+    write(name, rows)  # not earlier: it opens the GPU, which processes forked from this one could not
+    print(results_folder() / f"{name}.json")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ plan is outside of `Limits`: too large for the GPU or the host, too small to tel
 run on two GPUs: EP 2, FSDP2, EP 2, PP 2 by turns. The router's choice is drawn as well, because a plan takes its skew
 as given (`forebay plan --skew`): even, or in some runs with EP skewed. Up to draw 20 it was the router's own but for
 EP, and a router that is not trained gives most tokens to few experts. The trainer has no LoRA, so there is none here.
-Two of three runs of one GPU and of EP 2 are as a user starts them: the keys that are "auto" stay so, and the fast
+Two of three runs of one GPU, of EP 2 and of FSDP2 are as a user starts them: the keys that are "auto" stay so, and the fast
 path chooses, in plan and run alike. Such draws with EP are repeated until it chooses a graph, which it does for few.
 The others have a value for each of these keys, and their steps are launched by the host. `--gpus 1` draws runs of one
 GPU only, `--device h100` ones that an H100 holds. Runs and figures are those of `benchmarks/planner_measure.py`; each
@@ -47,7 +47,7 @@ from forebay.train.hf_io import TESTED as FAMILIES
 
 MESHES = ("", "", "EP", "", "", "FSDP", "", "", "EP", "", "", "PP")  # by turns; "" is one GPU
 USUAL = (True, True, False)  # by turns of a mesh in `USUALLY`: whether the keys of the fast path stay "auto"
-USUALLY = ("", "EP")
+USUALLY = ("", "EP", "FSDP")
 FAST_PATH = {"memory": ("graph",), "parallel": ("overlap", "reshard", "capacity_factor")}
 AUTO_STEPS = 40  # that `auto` takes to try plans
 CAPTURED = 4  # the step that is captured, if nothing is left to plan

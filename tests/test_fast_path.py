@@ -30,6 +30,7 @@ def values(path: FastPath) -> tuple[bool, bool, bool, float]:
 
 
 PP = {"ep": 1, "pp": 2}
+SHARED_BF16: dict[str, dict[str, Any]] = {"parallel": {"ep": 1}, "model": {"dtype": "bfloat16", "compute": ""}}
 TABLE: list[tuple[dict[str, dict[str, Any]], Facts, tuple[bool, bool, bool, float], str]] = [
     # What is given, where it runs, what it becomes, a part of the line.
     ({}, TWO, CAPTURED, "fast path: one CUDA graph a step, overlap, weights gathered once a step, room for 2.0 times"),
@@ -96,7 +97,20 @@ TABLE: list[tuple[dict[str, dict[str, Any]], Facts, tuple[bool, bool, bool, floa
     ({"parallel": {"ep": 1}, "memory": {"policy": "auto", "budget": "1GiB"}}, ONE, (True, False, False, 0.0), "one CUDA graph"),
     ({"parallel": {"ep": 2}, "memory": {"policy": "auto", "budget": "1GiB"}}, TWO, (False, False, True, 2.0), "with 'auto' did"),
     ({"parallel": {"ep": 1}, "memory": {"policy": "recompute", "recompute": "full"}}, ONE, HOST, "memory.recompute = 'full'"),
-    ({"parallel": {"ep": 1}}, TWO, HOST, "host-launched: steps of several processes"),
+    # Several processes that share weights alone.
+    ({"parallel": {"ep": 1}}, TWO, (True, False, False, 0.0), "one CUDA graph a step, weights gathered once a step; turned"),
+    (SHARED_BF16, TWO, (True, False, False, 0.0), "one CUDA graph a step, weights gathered once a step; turned"),
+    ({**SHARED_BF16, "parallel": {"ep": 1, "replicate": 2}}, TWO, (True, False, False, 0.0), "CUDA graph a step; turned off"),
+    ({"parallel": {"ep": 1, "replicate": 2, "reshard": True}}, TWO, (True, False, True, 0.0), "fast path: one CUDA graph"),
+    ({"parallel": {"ep": 1}, "memory": {"policy": "offload"}}, TWO, (True, False, False, 0.0), "fast path: one CUDA graph"),
+    ({"parallel": {"ep": 1}, "memory": {"policy": "auto", "budget": "1GiB"}}, TWO, (True, False, False, 0.0), "one CUDA graph"),
+    ({"parallel": {"ep": 1}, "memory": {"policy": {"*.mlp.experts": "stash"}}}, TWO, HOST, "on GPUs that share weights, only"),
+    ({"parallel": {"ep": 1, "reshard": True}}, TWO, HOST, "host-launched: parallel.reshard = true gathers weights from other"),
+    ({"parallel": {"ep": 1}}, dataclasses.replace(TWO, gathered=5 << 30), HOST, "each process would take 5.0 GiB more; mem"),
+    ({"parallel": {"ep": 1}}, dataclasses.replace(TWO, reaches=False), HOST, "share weights ran in a graph on one node only"),
+    ({"parallel": {"ep": 1}}, dataclasses.replace(TWO, processes=8), HOST, "weights alone ran in a graph, not 8; memory.graph"),
+    ({"parallel": {"ep": 1}, "optimizer": {"fused": False}}, TWO, HOST, "host-launched: optimizer.fused = false"),
+    ({"parallel": {"ep": 1}, "memory": {"graph": False}}, TWO, HOST, ""),
     # Without a GPU, or with a graph turned off, there is nothing to say.
     ({"parallel": {"ep": 1}}, dataclasses.replace(ONE, gpu=False), HOST, ""),
     ({"parallel": {"ep": 1}, "memory": {"graph": False}}, ONE, HOST, ""),
@@ -133,7 +147,9 @@ def test_every_key_that_is_off_is_named() -> None:
     assert list(path.reasons) == [
         "memory.graph", "parallel.overlap", "parallel.reshard", "parallel.capacity_factor",
     ]  # fmt: skip
-    assert path.is_fast and not resolve(config({"parallel": {"ep": 1}}), FOUR).is_fast
+    assert path.is_fast
+    of_others = resolve(config({"parallel": {"ep": 1}}), dataclasses.replace(TWO, processes=16))
+    assert not of_others.is_fast and of_others.advises_graph
 
 
 def test_a_step_cannot_run_with_what_is_not_chosen_yet() -> None:

@@ -37,7 +37,7 @@ def opened(folder: Path | str, device: str, **changes: dict[str, Any]) -> Config
     return config(
         folder,
         model={"config": MODEL, "dtype": "float32", "compute": "bfloat16", **changes.get("model", {})},
-        train={"batch": 8, "microbatch": 1, "steps": 2},
+        train={"batch": 8, "microbatch": 1, "steps": 2, **changes.get("train", {})},
         memory={"graph": "auto", **changes.get("memory", {})},
         parallel={**OPEN, **changes.get("parallel", {})},
         device={"type": device},
@@ -60,17 +60,24 @@ MORE: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("reaches", [True, False])
 @pytest.mark.parametrize("more", MORE, ids=str)
-@pytest.mark.parametrize("parallel", [{}, {"ep": 2}, {"pp": 2}, {"ep": 2, "dispatch": "nccl"}, {"ep": 4}], ids=str)
+@pytest.mark.parametrize(
+    ("parallel", "world"),
+    [
+        ({}, 1), ({}, 2), ({"replicate": 2}, 2), ({"pp": 2}, 2),
+        ({"ep": 2}, 2), ({"ep": 2, "dispatch": "nccl"}, 2), ({"ep": 4}, 4),
+    ],
+    ids=str,
+)  # fmt: skip
 def test_plans_and_runs_choose_the_same(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     parallel: dict[str, Any],
+    world: int,
     more: dict[str, dict[str, Any]],
     reaches: bool,
 ) -> None:
     """Where processes are as near as plans assume."""
     asked = opened(tmp_path, "cuda", **more, parallel=parallel)
-    world = asked.processes
     monkeypatch.setattr(fast_path, "peers_are_reachable", lambda _: reaches)
     monkeypatch.setattr(fast_path, "topology_of", lambda _: Topology((0,) * world))
     mesh: Any = SimpleNamespace(
@@ -92,6 +99,21 @@ def test_plans_and_runs_choose_the_same(
     if parallel == {"ep": 2} and reaches and not isinstance(asked.memory.policy, dict):
         assert planned.config.step.overlap == ("20" not in str(more) and "offload" not in str(more))
         assert "multiple of 16 bytes" in planned.line or "20" not in str(more)
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "microbatch", "fast"),
+    [(30_000_000, 1, True), (30_000_000, 4, False), (80_000_000, 1, False)],
+)
+def test_sharded_weights_are_gathered_for_whole_steps_where_they_are_small(
+    tmp_path: Path, vocabulary: int, microbatch: int, fast: bool
+) -> None:
+    """They take 1.8 or 4.8 GiB in bf16; sums in fp32, which only steps of one microbatch add, twice as much."""
+    sizes = {**MODEL, "vocab_size": vocabulary}
+    asked = opened(tmp_path, "cuda", model={"config": sizes}, train={"microbatch": microbatch})
+    path = planned_path(asked, 2)
+    assert path.is_fast == fast
+    assert fast or "weights and gradients of whole steps on each process would take" in path.line
 
 
 def path_of_a_pipeline(rank: int, world: int, folder: str, agent: str) -> str:

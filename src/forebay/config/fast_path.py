@@ -8,6 +8,7 @@ A graph is chosen only for what ran on GPUs with these keys given by hand, in co
 Without one, expert groups of any size overlap and leave room for rows; that was measured on 2 and 4 GPUs:
 
     one process          tests/train/test_local_graph_gpu.py (all families), benchmarks/results/local_graph.json
+    sharded weights      tests/train/test_sharded_graph_gpu.py (2 GPUs, all families, bitwise), sharded_graph.json of the same
     expert parallelism   tests/train/test_cuda_graph_gpu.py (2 GPUs, all families, bitwise), paging_ep2_*.json, paging_ep4.json
                          and paging_reshard.json of benchmarks/results
     without its graph    the arms "capacity", "exact" and "nccl" of the same files; "own routing" of ep.json, which reshards
@@ -38,6 +39,7 @@ MOST_NODES = 1 << 30
 _FAMILIES = ("qwen3_moe", "glm4_moe", "deepseek_v2", "deepseek_v3", "mixtral", "olmoe", "gpt_oss")
 _OVERLAPPED = frozenset({"keep", "recompute", "stash"})  # placements
 _PROCESSES = (2, 4)  # that shared a model in those runs
+_SHARDED = (2,)  # processes that shared weights alone in those runs
 _BESIDE = "memory.graph = true tries it"
 _CALLED = "the fastest without a graph, on 2 and 4 GPUs that were measured"
 _FASTEST = "the fastest that ran on such GPUs"
@@ -51,10 +53,11 @@ class Facts:
         gpu: whether the processes compute on GPUs.
         processes: their number.
         family: model type in transformers.
-        reaches: whether the GPUs of each expert group read each other's memory, by the symmetric dispatcher's kernels; of a
-            pipeline alone, whether all processes are on one node.
+        reaches: whether the GPUs of each expert group read each other's memory, by the symmetric dispatcher's kernels; without
+            expert groups, whether all processes are on one node.
         takes_rows: whether these kernels take rows of the model's width.
-        gathered: bytes of the weights that one process gathers for a step: not of those that it computes with in place.
+        gathered: bytes that each process without expert group and pipeline holds more in a graph: weights that are gathered for
+            whole steps, not those that it computes with in place, and whole gradients where a called step has none.
         layers: decoder layers of the model.
         container: path of a module that `memory.policy` places and that contains sublayers; None if there is none. A graph runs
             the sublayers, and never such a module.
@@ -77,11 +80,13 @@ class FastPath:
     Attributes:
         reasons: the keys that were "auto", and why each has its value.
         obstacle: why "auto" chose no graph; "" if it did, or had nothing to choose.
+        shares_weights: whether a process gathers weights from others.
     """
 
     config: Config
     reasons: Mapping[str, str] = field(default_factory=dict)
     obstacle: str = ""
+    shares_weights: bool = False
 
     @property
     def is_fast(self) -> bool:
@@ -127,7 +132,7 @@ class FastPath:
     def _taken(self) -> list[tuple[str, str, str]]:
         """The keys that "auto" turned on, what turns each off, and what it is."""
         c = self.config
-        gathers = c.parallel.ep * c.parallel.pp > 1 or c.model.is_mixed
+        gathers = c.parallel.ep * c.parallel.pp > 1 or c.model.is_mixed or self.shares_weights
         parts = [
             (GRAPH, "false", "one CUDA graph a step", c.memory.graph),
             ("parallel.overlap", "false", "overlap", c.parallel.overlap),
@@ -158,6 +163,10 @@ def resolve(c: Config, facts: Facts) -> FastPath:
     """The fast path of a configuration that `forebay.config.checks.check` accepted."""
     if not is_open(c):
         return FastPath(c)
+    return replace(_chosen(c, facts), shares_weights=facts.processes > c.parallel.replicate)
+
+
+def _chosen(c: Config, facts: Facts) -> FastPath:
     if c.memory.graph is True:
         return _explained(c, implied(c), "memory.graph = true needs it")
     is_local = c.parallel.ep * c.parallel.pp == 1
@@ -192,13 +201,15 @@ def _float32_obstacles(c: Config) -> Iterator[str]:
 def _local_obstacles(c: Config, facts: Facts) -> Iterator[str]:
     """Why a run without expert groups and pipeline is not among those that ran in a graph."""
     if facts.processes > 1:
-        yield f"steps of several processes that share no experts and no layers did not run in a graph; {_BESIDE}"
+        yield from _sharded_obstacles(c, facts)
     yield from _model_obstacles(c, facts)
     if facts.gathered > MOST_GATHERED and c.parallel.reshard is not True:
         size = f"{facts.gathered / 2**30:.1f} GiB"
+        if facts.processes > 1:
+            yield f"weights and gradients of whole steps on each process would take {size} more; {_BESIDE}"
         what = f"copies of its smaller weights in {c.model.compute} for whole steps would take {size} more"
         yield f"{what}; parallel.reshard = true gathers those of experts for each use; {_BESIDE}"
-    microbatches = c.train.batch // c.microbatch(1)
+    microbatches = c.microbatches(facts.processes)
     nodes = GRAPH_NODES * facts.layers * microbatches
     if nodes > MOST_NODES:
         what = f"{microbatches} microbatches of {facts.layers} layers"
@@ -206,7 +217,19 @@ def _local_obstacles(c: Config, facts: Facts) -> Iterator[str]:
     yield from _float32_obstacles(c)
     if not c.optimizer.fused:
         yield f"optimizer.fused = false needs memory beside the graph's; {_BESIDE}"
-    yield from _placement_obstacles(c, facts, {"auto", "keep", "offload", "recompute"}, "one GPU")
+    where = "one GPU" if facts.processes == 1 else "GPUs that share weights"
+    yield from _placement_obstacles(c, facts, {"auto", "keep", "offload", "recompute"}, where)
+
+
+def _sharded_obstacles(c: Config, facts: Facts) -> Iterator[str]:
+    """Why several processes without expert groups and pipeline, whose graphs contain no communication, are called."""
+    if facts.processes not in _SHARDED:
+        ran = " or ".join(map(str, _SHARDED))
+        yield f"only {ran} processes that share weights alone ran in a graph, not {facts.processes}; {_BESIDE}"
+    if not facts.reaches:
+        yield f"processes that share weights ran in a graph on one node only; {_BESIDE}"
+    if c.parallel.reshard is True and facts.processes > c.parallel.replicate:
+        yield "parallel.reshard = true gathers weights from other processes within a step"
 
 
 def _fast(c: Config) -> FastPath:
@@ -302,7 +325,7 @@ def _exchange_obstacles(c: Config, facts: Facts) -> Iterator[str]:
 
 def _few_microbatches(c: Config, facts: Facts) -> Iterator[str]:
     sharing = facts.processes // c.parallel.pp
-    if c.train.batch // sharing // c.microbatch(sharing) < 2:
+    if c.microbatches(sharing) < 2:
         yield "a step has one microbatch, and overlap needs two; a smaller train.microbatch gives more"
 
 

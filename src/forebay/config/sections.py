@@ -388,6 +388,10 @@ class Config:
         """Sequences a forward of each of the `world_size` processes that share the batch, with 0 resolved."""
         return self.train.microbatch or self.train.batch // world_size
 
+    def microbatches(self, world_size: int = 1) -> int:
+        """Microbatches of each of the `world_size` processes that share the batch; 0 where the batch is smaller than those."""
+        return self.train.batch // world_size // (self.microbatch(world_size) or 1)
+
     @property
     def processes(self) -> int:
         """The fewest processes that can run this: one for each replica, pipeline rank and part of the experts."""

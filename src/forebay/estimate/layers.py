@@ -38,7 +38,7 @@ from forebay.pipeline.partition import (
 )
 from forebay.policy import format_bytes
 from forebay.train import hf_io
-from forebay.train.fast_path import Outline, choose_path, gathered_of
+from forebay.train.fast_path import Outline, choose_path
 from forebay.train.parallel import experts_in
 
 SAME_HOST = 8  # GPUs of one host, which reach each other's memory: dispatch = "auto" asks for that
@@ -147,7 +147,7 @@ def fast_path_of(config: Config, world: int, traces: TraceCache | None = None) -
 
     def outline(declared: Any) -> Outline:
         facts = traces.facts(config.model, declared)
-        return Outline(gathered_of(config, facts.weights.sizes), facts.paths, facts.sublayers)
+        return Outline(facts.weights.sizes, facts.paths, facts.sublayers)
 
     declared = partial(traces.declared, config)
     return choose_path(config, config.device.type != "cpu", world, lambda: near, declared, outline)
@@ -248,7 +248,7 @@ def sharing_of(config: Config, world: int) -> Sharing:
     size = {"float32": 4, "bfloat16": 2}
     parameter, compute = size[m.dtype], size[m.compute or m.dtype]
     batch = world // p.pp
-    several = config.train.batch // batch // config.microbatch(batch) > 1
+    several = config.microbatches(batch) > 1
     sharded = world > 1 or config.model.is_mixed
     return Sharing(
         batch // p.replicate,

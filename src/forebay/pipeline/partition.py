@@ -251,7 +251,7 @@ def partition_of(config: Config, layers: int, sharing: int, costs: ModelCosts | 
 def pipeline_shape(config: Config, sharing: int) -> tuple[str, int, int, int]:
     """Schedule, ranks, chunks and microbatches. No pipeline is a single stage of 1f1b."""
     p = config.parallel
-    microbatches = config.train.batch // sharing // config.microbatch(sharing)
+    microbatches = config.microbatches(sharing)
     return (p.schedule if p.pp > 1 else "1f1b"), p.pp, p.chunks, microbatches
 
 

@@ -297,7 +297,7 @@ def plan_of(config: Config, mesh: Mesh) -> PipelinePlan:
 
 def microbatches_of(config: Config, mesh: Mesh) -> int:
     """The microbatches of each process in a step."""
-    return config.train.batch // mesh.batch.size // config.microbatch(mesh.batch.size)
+    return config.microbatches(mesh.batch.size)
 
 
 def keep_stages(model: Any, plan: PipelinePlan, partition: Partition, rank: int) -> None:

@@ -30,12 +30,12 @@ class Outline:
     """A model before it is built.
 
     Attributes:
-        gathered: elements of the weights that a process which has all of them would gather; of tied weights, once.
+        weights: elements of each weight; of tied ones, once.
         paths: of the modules that can be regions.
         sublayers: paths of the sublayers of its decoder layers.
     """
 
-    gathered: int
+    weights: Sequence[int]
     paths: Sequence[str]
     sublayers: Sequence[str]
 
@@ -82,7 +82,7 @@ def choose_path(
     model, is_local = declared(), p.ep * p.pp == 1
     # Else the given value of memory.graph decides alone, and a skeleton of the model would be made for nothing.
     decides = config.memory.graph == AUTO or (config.memory.graph is False and not is_local)
-    gathers = decides and is_local and processes == 1 and m.is_mixed
+    gathers = decides and is_local and (m.is_mixed or processes > p.replicate)
     sketch = outline(model) if gathers or (decides and isinstance(config.memory.policy, dict)) else None
     text = model.get_text_config()
     takes_rows = p.ep == 1 or symmetric_takes(text.hidden_size, getattr(torch, m.compute or m.dtype))
@@ -90,9 +90,9 @@ def choose_path(
         gpu,
         processes,
         str(model.model_type),
-        reaches=is_local or (takes_rows and are_near()),
+        reaches=processes == 1 or (takes_rows and are_near()),
         takes_rows=takes_rows,
-        gathered=sketch.gathered * getattr(torch, m.compute).itemsize if gathers and sketch else 0,
+        gathered=gathered_bytes(config, processes, sketch.weights) if gathers and sketch else 0,
         layers=getattr(text, "num_hidden_layers", 0),
         container=_container(config.memory.policy, sketch) if sketch else None,
     )
@@ -119,13 +119,23 @@ def _outline(config: Config, declared: Any) -> Outline:
         sublayers = [path for layer in decoder_layers(model) for path in (layer.attention_path, layer.block_path)]
     except UnknownLayerError:
         sublayers = []
-    return Outline(gathered_of(config, [p.numel() for p in model.parameters()]), called_paths(model), sublayers)
+    return Outline([p.numel() for p in model.parameters()], called_paths(model), sublayers)
 
 
-def gathered_of(config: Config, weights: Iterable[int]) -> int:
-    """Elements that a process which has all weights whole gathers, of weights of so many elements each."""
-    dtypes = [getattr(torch, name) for name in (config.model.dtype, config.model.compute or config.model.dtype)]
-    return sum(n for n in weights if not is_split(n, *dtypes))
+def gathered_bytes(config: Config, processes: int, weights: Iterable[int]) -> int:
+    """Bytes that each of `processes` that share weights alone holds more in a graph than in a called step, as `Facts.gathered`.
+
+    Args:
+        weights: elements of each weight.
+    """
+    dtype, computes = (
+        getattr(torch, name) for name in (config.model.dtype, config.model.compute or config.model.dtype)
+    )
+    if processes == config.parallel.replicate:  # each has all weights, and all gradients in any case
+        return sum(n for n in weights if not is_split(n, dtype, computes)) * computes.itemsize
+    # Of several microbatches, FSDP2 holds the sums of called steps too.
+    sums = 4 if config.parallel.gradients == "float32" else computes.itemsize
+    return sum(weights) * (computes.itemsize + (sums if config.microbatches(processes) < 2 else 0))
 
 
 def _container(policy: str | Mapping[str, str], sketch: Outline) -> str | None:

@@ -11,8 +11,8 @@ as given (`forebay plan --skew`): even, or in some runs with EP skewed. Up to dr
 EP, and a router that is not trained gives most tokens to few experts. The trainer has no LoRA, so there is none here.
 Two of three runs of one GPU, of EP 2 and of FSDP2 are as a user starts them: the keys that are "auto" stay so, and the fast
 path chooses, in plan and run alike. Such draws with EP are repeated until it chooses a graph, which it does for few.
-The others have a value for each of these keys, and their steps are launched by the host. `--gpus 1` draws runs of one
-GPU only, `--device h100` ones that an H100 holds. Runs and figures are those of `benchmarks/planner_measure.py`; each
+The others have a value for each of these keys, and their steps are launched by the host. `--mesh one` draws runs of one
+GPU only, `--mesh FSDP` of FSDP2, `--device h100` ones that an H100 holds. Runs and figures are those of `benchmarks/planner_measure.py`; each
 run has processes of its own.
 """
 
@@ -344,9 +344,9 @@ def name_of(number: int, entry: Entry) -> str:
 
 
 def draw(
-    seed: int, count: int, ranges: Ranges, limits: Limits, gpus: int = 2
+    seed: int, count: int, ranges: Ranges, limits: Limits, meshes: Sequence[str] = MESHES
 ) -> tuple[list[dict[str, Any]], dict[str, int]]:
-    """`count` configurations of at most `gpus` GPUs with their plans, and how many were drawn in vain, by reason.
+    """`count` configurations for `meshes` by turns with their plans, and how many were drawn in vain, by reason.
 
     Each has generators of its own, by seed, number and attempt.
     """
@@ -354,7 +354,6 @@ def draw(
     drawn: Counter[str] = Counter()  # by mesh
     runs: list[dict[str, Any]] = []
     vain: Counter[str] = Counter()
-    meshes = MESHES if gpus > 1 else ("",)
     for number in range(count):
         turn, place = divmod(number, len(meshes))
         mesh = meshes[place]
@@ -583,7 +582,7 @@ def main() -> None:
     drawing = commands.add_parser("draw")
     drawing.add_argument("--seed", type=int, required=True)
     drawing.add_argument("--count", type=int, default=24)
-    drawing.add_argument("--gpus", type=int, choices=(1, 2), default=2, help="1: runs on one GPU only")
+    drawing.add_argument("--mesh", choices=("one", "EP", "FSDP", "PP"), help="of all runs; one: one GPU")
     drawing.add_argument("--device", choices=LIMITS, default=DEFAULT, help="profile and memory of the GPU")
     drawing.add_argument("--tiny", action="store_true", help="small models that a CPU runs")
     running = commands.add_parser("run")
@@ -599,7 +598,8 @@ def main() -> None:
         case "draw":
             gc.disable()  # a fifth of a plan's time
             ranges, limits = (TINY, Limits(least=0)) if options.tiny else (GPU, LIMITS[options.device])
-            runs, vain = draw(options.seed, options.count, ranges, limits, options.gpus)
+            meshes = {None: MESHES, "one": ("",)}.get(options.mesh, (options.mesh,))
+            runs, vain = draw(options.seed, options.count, ranges, limits, meshes)
             drawn_by = {
                 "seed": options.seed,
                 "gpu": options.device,

@@ -67,7 +67,7 @@ def test_the_same_seed_draws_the_same_plans_and_their_errors_are_shown(blind, mo
     out = capsys.readouterr().out
     assert out.count("| 7/00 |") == out.count("| 7/01 |") == 2 and "2 of 4 are within 3 %" in out
 
-    command(blind, monkeypatch, "draw", "--seed", "7", "--count", "3", "--tiny", "--gpus", "1")
+    command(blind, monkeypatch, "draw", "--seed", "7", "--count", "3", "--tiny", "--mesh", "one")
     assert [run["gpus"] for run in json.loads(file.read_text())["runs"]] == [1, 1, 1]
 
 

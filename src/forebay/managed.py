@@ -364,9 +364,19 @@ def _as_bytes(size: int | str | None) -> int | None:
 
 
 def unwrap(model: nn.Module) -> tuple[nn.Module, str]:
-    """The model inside wrappers of PEFT, DDP, FSDP1, DataParallel and torch.compile, and its path in `model` ("" for itself)."""
+    """The model inside wrappers of PEFT, DDP, FSDP1, DataParallel and torch.compile, and its path in `model` ("" for itself).
+
+    Raises:
+        ValueError: DataParallel on several devices.
+    """
     inner = model
     while not isinstance(inner, PreTrainedModel):
+        if isinstance(inner, nn.DataParallel) and len(inner.device_ids) > 1:
+            raise ValueError(
+                f"nn.DataParallel on {len(inner.device_ids)} devices is not supported: its replicas are shallow copies, whose "
+                "managed forwards would compute with the first one's weights; start a process for each device (torchrun, "
+                "DistributedDataParallel), or let CUDA_VISIBLE_DEVICES name one"
+            )
         if isinstance(getattr(inner, "_orig_mod", None), nn.Module):
             inner = inner._orig_mod  # type: ignore[assignment]
         elif callable(getattr(inner, "get_base_model", None)):

@@ -118,6 +118,23 @@ def test_masks_of_eager_attention_are_given_to_layers_though_none_saves_them() -
     assert traced("qwen3_moe").unused == 0
 
 
+def test_the_gradients_of_all_routers_logits_are_left_by_their_loss() -> None:
+    """Two layers of eight run in a trace. Joined layers have one gradient, and every product of theirs is of all layers."""
+    layers = 8
+    with torch.device("meta"):
+        model = build_tiny("qwen3_moe", torch.bfloat16, num_hidden_layers=layers, mlp_only_layers=[])
+    trace = trace_model(model, Shape(SEQUENCE, BATCH, block=1, gpu=False, balance=True))
+    assert trace.router_loss is not None and trace.router_loss.events is not None
+    events = trace.router_loss.events
+    live: dict[int, int] = {}
+    for number, size in (*events.forward, *events.backward):
+        live.update({number: size} if size else {})
+        live.pop(number if not size else -1, None)
+    live.pop(events.output)
+    assert list(live.values()) == [layers * BATCH * SEQUENCE * model.config.num_experts * 2]  # bf16
+    assert traced("qwen3_moe").router_loss is None  # its loss has no weight
+
+
 def test_checkpoints_hold_the_masks_that_their_attention_gets() -> None:
     """GPT-OSS: one of each kind of layer, until the first of the kind that runs again has run backward."""
     trace = traced("gpt_oss", attention="eager")

@@ -201,6 +201,149 @@ def test_the_same_as_of_a_plain_model(make: Callable[[], nn.Module], use: Use, p
     both(make, policy, use)
 
 
+# --- what a region is called with, and what it leaves on modules --------------------------------------------------------
+
+
+class Sum(nn.Module):
+    """The layer of a DenseNet, by position or by keyword."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, given: list[Tensor] | None = None, *, state: dict[str, Tensor] | None = None) -> Tensor:
+        x = sum(given) if given is not None else (state or {})["x"]
+        return self.inner(x).sin() * x  # type: ignore[no-any-return]
+
+
+class Appending(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        given = [x * 1]
+        for layer in self.layers:
+            given.append(layer(given))
+        return torch.stack(given).sum(0)
+
+
+class Replacing(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        state = {"x": x * 1}
+        for layer in self.layers:
+            state["x"] = layer(state=state)
+        return state["x"]
+
+
+class Named(Mlp):
+    """With keyword arguments that torch's checkpoint has too."""
+
+    def forward(self, x: Tensor, debug: bool = False, function: float = 1.0) -> Tensor:
+        return super().forward(x * function * (2 if debug else 1))
+
+
+class Naming(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x, debug=True, function=0.5)
+        return x
+
+
+class HooksItself(Mlp):
+    """Registers a hook in its first forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.up._forward_hooks:
+            self.up.register_forward_hook(lambda module, given, result: 2 * result)
+        return super().forward(x)
+
+
+class CountsForwards(Mlp):
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: Tensor
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count = self.count + 1
+        return super().forward(x + self.count)
+
+
+def after_an_inference(model: nn.Module) -> list[Tensor]:
+    """Whose buffers are inference tensors."""
+    with torch.inference_mode():
+        evaluated = model(rows())
+    return [evaluated.clone(), *three_steps(model)]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    ("make", "use"),
+    [
+        (lambda: Appending(Sum(), Sum(), Sum()), three_steps),
+        (lambda: Replacing(Sum(), Sum(), Sum()), three_steps),
+        (lambda: Naming(Named(), Named()), three_steps),
+        (lambda: net(HooksItself(), HooksItself()), three_steps),
+        (lambda: net(CountsForwards(), Mlp()), after_an_inference),
+    ],
+    ids=[
+        "appended list",
+        "replaced in a dict",
+        "names of a checkpoint's arguments",
+        "hooks itself",
+        "inference buffer",
+    ],
+)
+def test_what_regions_are_called_with_and_leave(make: Callable[[], nn.Module], use: Use, policy: str) -> None:
+    both(make, policy, use)
+
+
+class Writing(Net):
+    """Writes to a tensor in a tuple after its layer has read it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        factor = x * 2
+        found = self.layers[0]([x * 1, factor])
+        with torch.no_grad():
+            factor.mul_(3)
+        return found  # type: ignore[no-any-return]
+
+
+class Product(Mlp):
+    def forward(self, pair: Any) -> Tensor:
+        return super().forward(pair[0] * pair[1])
+
+
+@pytest.mark.parametrize("policy", [None, *POLICIES])
+def test_a_write_to_a_tensor_in_a_positional_list_is_refused(policy: str | None) -> None:
+    model = Writing(Product())
+    if policy is not None:
+        forebay.manage(model, policy, min_bytes=1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        step(model)
+
+
+def test_a_whole_model_that_is_recomputed_captures_outputs_in_its_first_step() -> None:
+    """transformers registers the hooks that do so in a model's first forward."""
+    torch.manual_seed(0)
+    plain = tiny(mlp_only_layers=[])
+    managed = copy.deepcopy(plain)
+    forebay.manage(managed, {"": "recompute"}, min_bytes=1, **THEIRS)
+    for seed in range(2):
+        for model in (plain, managed):
+            ids = batch(seed)
+            model(input_ids=ids, labels=ids, output_router_logits=True).loss.backward()
+        for ours, theirs in zip(managed.parameters(), plain.parameters(), strict=True):
+            assert (ours.grad is None) == (theirs.grad is None) and (
+                ours.grad is None or torch.equal(ours.grad, theirs.grad)
+            )
+
+
+def test_data_parallel_on_several_devices_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    wrapped = nn.DataParallel(tiny())
+    forebay.manage(wrapped, "keep").detach()
+    monkeypatch.setattr(wrapped, "device_ids", [0, 1])
+    with pytest.raises(ValueError, match="on 2 devices is not supported"):
+        forebay.manage(wrapped, "keep")
+
+
 @pytest.mark.parametrize("policy", ["keep", "offload"])
 def test_a_scripted_child(policy: str) -> None:
     """(torch's checkpoint cannot stop a scripted rerun early.)"""

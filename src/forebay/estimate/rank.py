@@ -240,7 +240,14 @@ class RunEstimator:
             # The choice of placements counts on what the link carries already.
             link=None if self.chooses or "offload" not in placements.values() else self._link(),
             measured=measured,
+            router_loss=self._router_loss(),
         )
+
+    def _router_loss(self) -> Part | None:
+        loss = self.trace.router_loss
+        if loss is None or loss.events is None or not self.engine or self.config.parallel.pp > 1:
+            return None
+        return Part("router loss", "head", loss.events, trace=loss)
 
     def _placed(self, stages: Mapping[int, StageLayers], placements: Mapping[str, str]) -> dict[int, list[Part]]:
         mode = self.config.recompute

@@ -35,6 +35,8 @@ class RankRun:
         least: bytes below which nothing is offloaded.
         link: over which the manager plans to offload; None offloads all of a sublayer, with two in transfer.
         measured: the stages while `policy = "auto"` measures and has not chosen their placements.
+        router_loss: the load-balancing loss, which an engine without stages on other ranks runs forward and backward before its
+            head; else each layer holds its share from forward to backward.
     """
 
     groups: Sequence[ParamGroup]
@@ -51,6 +53,7 @@ class RankRun:
     least: int = 1 << 20
     link: Link | None = None
     measured: Mapping[int, Sequence[Part]] | None = None
+    router_loss: Part | None = None
 
     @property
     def kept(self) -> int:

@@ -45,6 +45,7 @@ def trace_model(model: Any, shape: Shape, like: ModelTrace | None = None) -> Mod
     kinds = [_kind(layer) for layer in layers]
     several = 2 if like is None else 1  # what layers share, the first one saves
     numbers = sorted(n for k in set(kinds) for n in [i for i, kind in enumerate(kinds) if kind == k][:several])
+    routers = len(moe_blocks(model))
     last, shares = _last_of_kinds(base_path(model), [kinds[n] for n in numbers])
     every, base.layers = base.layers, _Chosen(layers[n] for n in numbers)
     model, base.layers = copy.deepcopy(model), every  # a trace uses its model up
@@ -54,7 +55,7 @@ def trace_model(model: Any, shape: Shape, like: ModelTrace | None = None) -> Mod
         if shape.flex:
             fuse_sinks(model)
         known = {} if like is None else _without_experts(like, numbers, model)
-        run = TraceRun(model.train(), model.get_submodule(model.base_model_prefix), shape, known, shares)
+        run = TraceRun(model.train(), model.get_submodule(model.base_model_prefix), shape, known, shares, routers)
         run.forward()
         run.backward()
     sublayers = {kind: _layer_trace(run, last, kind, layers[kinds.index(kind)]) for kind in set(kinds)}
@@ -67,6 +68,7 @@ def trace_model(model: Any, shape: Shape, like: ModelTrace | None = None) -> Mod
         found.balance,
         found.given,
         found.unused,
+        run.parts.get("balance") if like is None else like.router_loss,
     )
 
 

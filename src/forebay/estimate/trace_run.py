@@ -83,9 +83,10 @@ class TraceRun:
     Args:
         known: parts that need not run, by module path or "head".
         forward_only: paths of sublayers of which only the forward runs, for what the parts after them share with them.
+        routers: of the whole model, of which `model` has some layers.
 
     Attributes:
-        parts: by module path, "embedding" or "head"; none of `forward_only`.
+        parts: by module path, "embedding", "head" or "balance"; none of `forward_only`.
         shared, balance, given, unused: see `ModelTrace`.
     """
 
@@ -96,9 +97,10 @@ class TraceRun:
         shape: Shape,
         known: Mapping[str, PartTrace],
         forward_only: frozenset[str],
+        routers: int,
     ):
         self.model, self.base, self.shape = model, base, shape
-        self._forward_only = forward_only
+        self._forward_only, self._routers = forward_only, routers
         self.parts: dict[str, PartTrace] = dict(known)
         self.balance = self.shared = self.unused = 0
         self._given: dict[int, int] = {}  # bytes of what layers get, by number, which none has saved yet
@@ -161,6 +163,9 @@ class TraceRun:
                 return
             self._part("head", self._last, partial(self._head, labels=labels))
             if self.shape.balance and self._routed:
+                logits, ids = self._routed[-1]
+                more = range(len(self._routed), self._routers)
+                self._routed += [(torch.empty_like(logits).requires_grad_(), torch.empty_like(ids)) for _ in more]
                 self._part("balance", None, lambda: balance_loss(self._routed))
                 self.balance = self._open["balance"].trace.saved // len(self._routed)
 
@@ -170,6 +175,9 @@ class TraceRun:
                 if path in self._forward_only:
                     continue
                 self._backward(part)
+                if path == "balance":
+                    self.parts[path] = self._with_gradients(part.trace)
+                    continue
                 arguments = self._arguments.get(path, ())
                 places = tuple(place for place, number in enumerate(self._given) if number in arguments)
                 part.trace = self.parts[path] = replace(part.trace, given=places)
@@ -378,6 +386,13 @@ class TraceRun:
             events = part_events(forward, log, named, part.compiled, part.no_grad, self.shape.stages)
         events = replace(events, head_sum=_derived(part.head_sum, log))
         part.trace = replace(part.trace, backward_ops=ops, events=events)
+
+    def _with_gradients(self, trace: PartTrace) -> PartTrace:
+        """The balance loss, after whose backward the gradients of the logits are left; those of joined layers are one storage."""
+        assert trace.events is not None
+        left = {(self._recorder.number(t.grad), 0) for t, _ in self._routed if t.grad is not None}
+        backward = tuple(event for event in trace.events.backward if event not in left)
+        return replace(trace, events=replace(trace.events, backward=backward))
 
     def _drop_weight_grad(self, parameter: Tensor) -> None:
         """The sum that it is added to is counted elsewhere."""

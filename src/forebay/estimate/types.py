@@ -272,6 +272,7 @@ class ModelTrace:
         balance: bytes that the load-balancing loss saves for each MoE layer.
         given: bytes of each tensor that layers share and none saves, such as masks of eager attention.
         unused: bytes of masks that the base model makes for no layer of it, such as GPT-OSS's of full attention with one layer.
+        router_loss: the load-balancing loss of all layers; None without a weight.
     """
 
     embedding: PartTrace
@@ -281,6 +282,7 @@ class ModelTrace:
     balance: int
     given: tuple[int, ...] = ()
     unused: int = 0
+    router_loss: PartTrace | None = None
 
     def with_mlps(self, mlps: Sequence[PartTrace], numbers: Container[int]) -> ModelTrace:
         """The model with other MoE sublayers, of which `mlps` has one for each layer, in layers `numbers`."""

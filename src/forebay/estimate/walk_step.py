@@ -211,7 +211,7 @@ class StepWalk:
                     (model_inputs if first else layer_inputs).append(x)
                 else:
                     self._allocator.free(x)
-            if part.balance:
+            if part.balance and not self._run.router_loss:
                 run.balance = self._malloc(part.balance, ACTIVATIONS)
             self._params.leave(part.place, part.mlp, False, microbatch == self._last)
             self._end_part("forward")
@@ -299,6 +299,8 @@ class StepWalk:
         if not self._run.engine:
             self._arrived["B", stage, microbatch] = x
         elif head.path == "head":
+            if self._run.router_loss:
+                self._balance(self._run.router_loss, self._part_runs[stage, microbatch])
             self._arrived["B", stage, microbatch] = self._loss(head, x)
         else:
             self._send("F", stage + 1, microbatch, x)
@@ -391,6 +393,23 @@ class StepWalk:
         """Run a part's forward again; its output."""
         yield from self._play(run.blocks, run.part.events.forward, run.part, thread=1)
         return run.blocks.pop(run.part.events.output)
+
+    def _balance(self, loss: Part, runs: Sequence[PartRun]) -> None:
+        """The load-balancing loss, forward and backward. Layers hold the gradients of their logits until their backwards."""
+        events = loss.events
+        blocks: dict[int, Block] = {}
+        _drain(self._play(blocks, events.forward, loss))
+        blocks[events.gradient] = self._malloc(1)
+        _drain(self._play(blocks, events.backward, loss, thread=1))
+        for number in (events.gradient, events.output):
+            if (block := blocks.pop(number, None)) is not None:
+                self._allocator.free(block)
+        # Each is of some layers in a row, whose first one runs its backward last. The last layers' is made first.
+        routers = [run for run in runs if run.part.balance]
+        for nth, number in enumerate(sorted(blocks, reverse=True)):
+            run = routers[nth * len(routers) // len(blocks)]
+            run.balance = blocks[number]
+            self._allocator.set_role(run.balance, ACTIVATIONS)
 
     def _loss(self, head: Part, x: Block) -> Block:
         """An engine's head, forward and backward at once: the gradient of its input."""

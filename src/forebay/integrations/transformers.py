@@ -109,6 +109,11 @@ class ForebayCallback(TrainerCallback):
             raise
 
     def _check_device(self, args: TrainingArguments) -> None:
+        if args.n_gpu > 1:  # the Trainer wraps the model in nn.DataParallel later
+            raise PolicyError(
+                f"this process trains on {args.n_gpu} GPUs by nn.DataParallel, whose replicas would compute with the first one's "
+                "weights: start a process for each GPU (torchrun), or let CUDA_VISIBLE_DEVICES name one"
+            )
         if self._arguments["budget"] is not None and args.device.type == "cpu" and not args.use_cpu:
             raise PolicyError(
                 f"budget={self._arguments['budget']!r} limits GPU memory, and this process has no GPU: check "

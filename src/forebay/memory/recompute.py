@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention import _cur_sdpa_kernel_backends, sdpa_kernel
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from forebay.memory.overrides import installed_on
@@ -54,8 +54,9 @@ def recomputed(
         # A rerun would append its keys and values to a KV cache (prefix tuning) once more.
         if not torch.is_grad_enabled() or kwargs.get("past_key_values") is not None or region.makes_weights():
             return forward(*args, **kwargs)
-        call = _RecomputedCall(region, kwargs)
-        out = checkpoint(call.run, *args, **options, **kwargs)
+        call = _RecomputedCall(region, args, kwargs)
+        # Trap: as keywords of `checkpoint`, those that it has itself (debug, function) would not arrive.
+        out = checkpoint(call.run, *args, **options)
         call.forward_done()
         return out
 
@@ -87,8 +88,17 @@ class _RegionForward:
         )
 
 
+def _itself(leaf: Any) -> Any:
+    return leaf
+
+
+def _version_of(tensor: Tensor) -> int:
+    """0 for a tensor made in inference mode, which has no version, and cannot be written to outside it."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def _with_versions(arguments: Mapping[str, Any]) -> list[tuple[str, Tensor, int]]:
-    """(argument's name, tensor, version) of the tensors in keyword arguments."""
+    """(argument's name, tensor, version) of the tensors in arguments."""
     return [
         (name, t, t._version)
         for name, value in arguments.items()
@@ -101,15 +111,21 @@ def _with_versions(arguments: Mapping[str, Any]) -> list[tuple[str, Tensor, int]
 class _RecomputedCall:
     """One forward of a region and its reruns. The graph owns it.
 
-    A rerun raises if weights were written to or replaced since the forward, or keyword arguments (torch checks positional ones)
-    or buffers written to that the forward only reads (a router's bias). Buffers (running statistics) and keyword arguments that
-    the forward writes are copies in the rerun. Modules are as they were in the forward (`_state_of`), and so are the enabled
-    kernels of attention.
+    A rerun raises if weights were written to or replaced since the forward, or arguments or buffers written to that the forward
+    only reads (a router's bias); torch checks tensors that are positional arguments themselves. Buffers (running statistics) and
+    other arguments that the forward writes are copies in the rerun, and lists and dicts among arguments have what they had.
+    Modules are as they were in the forward (`_state_of`), and so are the enabled kernels of attention.
     """
 
-    def __init__(self, region: _RegionForward, arguments: Mapping[str, Any]):
+    def __init__(self, region: _RegionForward, args: tuple[Any, ...], kwargs: Mapping[str, Any]):
         self._region = region
-        self._arguments = _with_versions(arguments)
+        self._first: dict[str, Any] | None = dict(
+            kwargs
+        )  # of the first run alone, which may write to the caller's containers
+        # Without positional tensors, which the checkpoint saves. Lists and dicts are copies: the caller may change theirs.
+        self._given = tree_map(_itself, ([None if isinstance(a, Tensor) else a for a in args], dict(kwargs)))
+        nested = {f"argument {n}": a for n, a in enumerate(args) if not isinstance(a, Tensor)}
+        self._arguments = _with_versions({**nested, **kwargs})
         called = region.modules()
         self._name = " and ".join(type(module).__name__ for module in called)
         self._attention = _cur_sdpa_kernel_backends()
@@ -129,17 +145,16 @@ class _RecomputedCall:
             if known is None or name in known
         }
         self._copies = {key: b.clone() for key, b in self._buffers.items() if known is None or key in known}
-        self._ran = False
         self._before = self._versions = self._current_versions()  # a forward may run a backward within
 
-    def run(self, *args: Any, **kwargs: Any) -> Any:
+    def run(self, *args: Any) -> Any:
         """The forward, and in backward its rerun, which raises RuntimeError if weights or buffers are others."""
-        if not self._ran:
-            self._ran = True
+        if self._first is not None:
+            kwargs, self._first = self._first, None
             return self._region.forward(*args, **kwargs)
         self._check()
-        if self._written_arguments:
-            kwargs = tree_map_only(Tensor, self._as_first_given, kwargs)
+        given, kwargs = tree_map_only(Tensor, self._as_first_given, self._given)
+        args = tuple(a if isinstance(a, Tensor) else g for a, g in zip(args, given, strict=True))
         try:
             with (
                 nullcontext() if _cur_sdpa_kernel_backends() == self._attention else sdpa_kernel(self._attention),
@@ -168,15 +183,19 @@ class _RecomputedCall:
         before = self._region.written.get(self._mode)
         if before is None:
             # Trap: batch norm writes its statistics without a new version. Values are compared once, which waits for the device.
-            written |= {key for key, copy in self._copies.items() if not torch.equal(copy, self._buffers[key])}
+            # On the meta device there are none.
+            written |= {
+                k for k, copy in self._copies.items() if copy.is_meta or not torch.equal(copy, self._buffers[k])
+            }
         self._region.written[self._mode] = written = written | (before or set())
         self._copies = {key: copy for key, copy in self._copies.items() if key in written}
         kept = {id(t) for name, t, _ in self._arguments if name in written}
         self._written_arguments = {key: copy for key, copy in self._written_arguments.items() if key in kept}
         self._versions = self._current_versions()
+        _add_hooks(self._state)
 
     def _current_versions(self) -> dict[_Key, int]:
-        return {key: t._version for tensors in (self._weights, self._buffers) for key, t in tensors.items()}
+        return {key: _version_of(t) for tensors in (self._weights, self._buffers) for key, t in tensors.items()}
 
     def _check(self) -> None:
         if _merged_adapters(self._modules) != self._merged:
@@ -203,7 +222,7 @@ class _RecomputedCall:
                     "after backward"
                 )
             # Trap: PEFT's target_parameters write frozen weights' own values to them in each forward.
-            if weight._version != self._versions[key] and (
+            if _version_of(weight) != self._versions[key] and (
                 weight.requires_grad or (written is not None and key not in written)
             ):
                 self._raise_modified(type(owner).__name__, name, weight._version, self._versions[key])
@@ -219,7 +238,7 @@ class _RecomputedCall:
                 advice = f"Change a copy of {name!r}, or change it after backward"
                 self._raise_modified("argument", name, argument._version, then, advice)
         for key, buffer in self._buffers.items():
-            if written is not None and buffer._version != self._versions[key] and key not in written:
+            if written is not None and _version_of(buffer) != self._versions[key] and key not in written:
                 self._raise_modified("buffer", key[1], buffer._version, self._versions[key])
 
     def _raise_modified(self, owner: str, name: str, version: int, then: int, advice: str = _AFTER_BACKWARD) -> None:
@@ -272,6 +291,13 @@ def _merged_adapters(modules: Iterable[nn.Module]) -> list[list[str]]:
     """Names of the adapters that PEFT has merged into the weights of each module that can have some. It writes to ``.data``, so
     the weights' versions do not tell."""
     return [list(merged) for m in modules if (merged := vars(m).get("merged_adapters")) is not None]
+
+
+def _add_hooks(state: _State) -> None:
+    """Add hooks that were registered since: transformers captures outputs by hooks that a model's first forward registers."""
+    for owner, name, then in state:
+        if name in _HOOKED[1:]:
+            then.update({key: hook for key, hook in owner[name].items() if key not in then})
 
 
 @contextmanager

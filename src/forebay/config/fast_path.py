@@ -205,7 +205,7 @@ def _local_obstacles(c: Config, facts: Facts) -> Iterator[str]:
     yield from _model_obstacles(c, facts)
     if facts.gathered > MOST_GATHERED and c.parallel.reshard is not True:
         size = f"{facts.gathered / 2**30:.1f} GiB"
-        if facts.processes > 1:
+        if facts.processes > c.parallel.replicate:
             yield f"weights and gradients of whole steps on each process would take {size} more; {_BESIDE}"
         what = f"copies of its smaller weights in {c.model.compute} for whole steps would take {size} more"
         yield f"{what}; parallel.reshard = true gathers those of experts for each use; {_BESIDE}"

@@ -4,6 +4,7 @@ Input: a forward and the modules whose weights and buffers it reads. Output of `
 which saves its arguments for backward instead of what autograd saves in the forward. The graph owns each call.
 """
 
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -21,6 +22,7 @@ from forebay.memory.overrides import installed_on
 
 # Mode -> operations whose results are kept. A recomputation would repeat them on all ranks.
 _KEPT_OPS: Mapping[str, frozenset[str]] = {"full": frozenset(), "save-dispatch": frozenset({"forebay::dispatch"})}
+_CONTAINERS = (list, dict, tuple, OrderedDict, defaultdict, deque)  # in which a caller may replace what it passed
 _Key = tuple[int, str]  # of a module among the region's, and a weight's or a buffer's name
 _Mode = tuple[bool, ...]  # training or evaluation, of each module
 _AFTER_BACKWARD = "Change weights and buffers (optimizer.step(), a router's bias) after backward"
@@ -88,8 +90,9 @@ class _RegionForward:
         )
 
 
-def _itself(leaf: Any) -> Any:
-    return leaf
+def _copied(arguments: Any) -> Any:
+    """Copies of lists, dicts and their like; anything else in them is the same object."""
+    return tree_map(lambda value: value, arguments, is_leaf=lambda value: type(value) not in _CONTAINERS)
 
 
 def _version_of(tensor: Tensor) -> int:
@@ -119,11 +122,10 @@ class _RecomputedCall:
 
     def __init__(self, region: _RegionForward, args: tuple[Any, ...], kwargs: Mapping[str, Any]):
         self._region = region
-        self._first: dict[str, Any] | None = dict(
-            kwargs
-        )  # of the first run alone, which may write to the caller's containers
-        # Without positional tensors, which the checkpoint saves. Lists and dicts are copies: the caller may change theirs.
-        self._given = tree_map(_itself, ([None if isinstance(a, Tensor) else a for a in args], dict(kwargs)))
+        # Of the first run alone, which may write to the caller's containers.
+        self._first: dict[str, Any] | None = dict(kwargs)
+        # Without positional tensors, which the checkpoint saves.
+        self._given = _copied(([None if isinstance(a, Tensor) else a for a in args], dict(kwargs)))
         nested = {f"argument {n}": a for n, a in enumerate(args) if not isinstance(a, Tensor)}
         self._arguments = _with_versions({**nested, **kwargs})
         called = region.modules()
@@ -153,7 +155,10 @@ class _RecomputedCall:
             kwargs, self._first = self._first, None
             return self._region.forward(*args, **kwargs)
         self._check()
-        given, kwargs = tree_map_only(Tensor, self._as_first_given, self._given)
+        # Copies again: the rerun may write to them as well, and a retained graph runs again.
+        given, kwargs = _copied(self._given)
+        if self._written_arguments:
+            given, kwargs = tree_map_only(Tensor, self._as_first_given, (given, kwargs))
         args = tuple(a if isinstance(a, Tensor) else g for a, g in zip(args, given, strict=True))
         try:
             with (

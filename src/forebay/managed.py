@@ -367,16 +367,12 @@ def unwrap(model: nn.Module) -> tuple[nn.Module, str]:
     """The model inside wrappers of PEFT, DDP, FSDP1, DataParallel and torch.compile, and its path in `model` ("" for itself).
 
     Raises:
-        ValueError: DataParallel on several devices.
+        PolicyError: DataParallel on several devices.
     """
     inner = model
     while not isinstance(inner, PreTrainedModel):
-        if isinstance(inner, nn.DataParallel) and len(inner.device_ids) > 1:
-            raise ValueError(
-                f"nn.DataParallel on {len(inner.device_ids)} devices is not supported: its replicas are shallow copies, whose "
-                "managed forwards would compute with the first one's weights; start a process for each device (torchrun, "
-                "DistributedDataParallel), or let CUDA_VISIBLE_DEVICES name one"
-            )
+        if isinstance(inner, nn.DataParallel):
+            refuse_replicas(len(inner.device_ids))
         if isinstance(getattr(inner, "_orig_mod", None), nn.Module):
             inner = inner._orig_mod  # type: ignore[assignment]
         elif callable(getattr(inner, "get_base_model", None)):
@@ -388,6 +384,16 @@ def unwrap(model: nn.Module) -> tuple[nn.Module, str]:
         else:
             break
     return inner, next(path for path, module in model.named_modules() if module is inner)
+
+
+def refuse_replicas(devices: int) -> None:
+    """Raise PolicyError if nn.DataParallel has several devices."""
+    if devices > 1:
+        raise PolicyError(
+            f"nn.DataParallel on {devices} devices is not supported: its replicas are shallow copies, whose managed forwards "
+            "would compute with the first one's weights; start a process for each device (torchrun, DistributedDataParallel), or "
+            "let CUDA_VISIBLE_DEVICES name one"
+        )
 
 
 def _pretrained_models(model: nn.Module) -> list[PreTrainedModel]:

@@ -168,42 +168,6 @@ def another_dtype(model: nn.Module) -> list[Tensor]:
     return two_steps(model) + step(model.double(), 2) + step(model, 3)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize(
-    ("make", "use"),
-    [
-        # Running statistics are counted once, power iterations made once.
-        (lambda: net(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), Mlp()), three_steps),
-        (lambda: net(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), Mlp()), evaluation_first),
-        (lambda: net(nn.Sequential(nn.LazyLinear(WIDTH), nn.LazyBatchNorm1d()), nn.LazyLinear(WIDTH)), three_steps),
-        (lambda: net(Observed(), Mlp(), Observed()), three_steps),
-        (lambda: net(parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)), Mlp()), three_steps),
-        (net, batched_gradients),
-        (net, jacobians_and_hessians),
-        (net, anomaly_detection),
-        (net, another_dtype),
-        (lambda: net(Mlp(torch.square), Mlp(torch.square)), forward_over_reverse),
-    ],
-    ids=[
-        "statistics",
-        "statistics, evaluation first",
-        "lazy",
-        "observers that resize their buffers",
-        "power iterations",
-        "batched",
-        "jacobians",
-        "anomaly detection",
-        "dtype",
-        "forward over reverse",
-    ],
-)
-def test_the_same_as_of_a_plain_model(make: Callable[[], nn.Module], use: Use, policy: str) -> None:
-    both(make, policy, use)
-
-
-# --- what a region is called with, and what it leaves on modules --------------------------------------------------------
-
-
 class Sum(nn.Module):
     """The layer of a DenseNet, by position or by keyword."""
 
@@ -277,6 +241,17 @@ def after_an_inference(model: nn.Module) -> list[Tensor]:
 @pytest.mark.parametrize(
     ("make", "use"),
     [
+        # Running statistics are counted once, power iterations made once.
+        (lambda: net(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), Mlp()), three_steps),
+        (lambda: net(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), Mlp()), evaluation_first),
+        (lambda: net(nn.Sequential(nn.LazyLinear(WIDTH), nn.LazyBatchNorm1d()), nn.LazyLinear(WIDTH)), three_steps),
+        (lambda: net(Observed(), Mlp(), Observed()), three_steps),
+        (lambda: net(parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)), Mlp()), three_steps),
+        (net, batched_gradients),
+        (net, jacobians_and_hessians),
+        (net, anomaly_detection),
+        (net, another_dtype),
+        (lambda: net(Mlp(torch.square), Mlp(torch.square)), forward_over_reverse),
         (lambda: Appending(Sum(), Sum(), Sum()), three_steps),
         (lambda: Replacing(Sum(), Sum(), Sum()), three_steps),
         (lambda: Naming(Named(), Named()), three_steps),
@@ -284,6 +259,16 @@ def after_an_inference(model: nn.Module) -> list[Tensor]:
         (lambda: net(CountsForwards(), Mlp()), after_an_inference),
     ],
     ids=[
+        "statistics",
+        "statistics, evaluation first",
+        "lazy",
+        "observers that resize their buffers",
+        "power iterations",
+        "batched",
+        "jacobians",
+        "anomaly detection",
+        "dtype",
+        "forward over reverse",
         "appended list",
         "replaced in a dict",
         "names of a checkpoint's arguments",
@@ -291,12 +276,12 @@ def after_an_inference(model: nn.Module) -> list[Tensor]:
         "inference buffer",
     ],
 )
-def test_what_regions_are_called_with_and_leave(make: Callable[[], nn.Module], use: Use, policy: str) -> None:
+def test_the_same_as_of_a_plain_model(make: Callable[[], nn.Module], use: Use, policy: str) -> None:
     both(make, policy, use)
 
 
 class Writing(Net):
-    """Writes to a tensor in a tuple after its layer has read it."""
+    """Writes to a tensor in a list after its layer has read it."""
 
     def forward(self, x: Tensor) -> Tensor:
         factor = x * 2

@@ -97,6 +97,14 @@ GPU_FAMILIES: dict[str, dict[str, Any]] = {
     "olmoe": {**_NARROW, **_QWEN_EXPERTS},
     "gpt_oss": {**_NARROW, "num_local_experts": 8, "sliding_window": 128},
 }
+# [memory] of what a graph takes without expert groups and pipeline.
+GPU_PLACEMENTS: dict[str, dict[str, Any]] = {
+    "recompute": {"policy": "recompute"},
+    "all leaves": {"policy": "offload", "offload": "all"},
+    "what fits": {"policy": "offload", "offload": "fit"},
+    "mixed": {"policy": {"*.self_attn": "offload", "*.mlp": "offload", "*.mlp.experts": "recompute"}, "offload": "all"},
+    "a budget": {"policy": "auto", "budget": "850MiB"},  # keeping everything takes 1160, recomputing it 600
+}
 MIXED_PRECISION = {"dtype": "float32", "compute": "bfloat16"}
 BALANCED = "qwen3_moe", "glm4_moe"  # by a router's loss, and by a router bias
 

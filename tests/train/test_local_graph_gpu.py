@@ -5,17 +5,22 @@ from typing import Any
 
 import pytest
 
-from tests.train.common import GPU_FAMILIES, MIXED_PRECISION, config, differing, figures_of, state_of, write_text
+from tests.train.common import (
+    GPU_FAMILIES,
+    GPU_PLACEMENTS,
+    MIXED_PRECISION,
+    config,
+    differing,
+    figures_of,
+    state_of,
+    write_text,
+)
 
 STEPS = 20  # where something is offloaded, several graphs are timed first
 TRIALS = 25  # steps more in which plans are tried
 MEMORY: dict[str, dict[str, Any]] = {
+    **GPU_PLACEMENTS,
     "keep": {},
-    "recompute": {"policy": "recompute"},
-    "all leaves": {"policy": "offload", "offload": "all"},
-    "what fits": {"policy": "offload", "offload": "fit"},
-    "mixed": {"policy": {"*.self_attn": "offload", "*.mlp": "offload", "*.mlp.experts": "recompute"}, "offload": "all"},
-    "a budget": {"policy": "auto", "budget": "850MiB"},  # keeping everything takes 1160, recomputing it 600
     "in 8 bits": {"precision": "fp8"},
     "all leaves in 8 bits": {"policy": "offload", "offload": "all", "precision": "fp8"},
     "compiled": {"compile": True, "policy": {"*.self_attn": "recompute", "*.mlp": "offload"}, "offload": "all"},

@@ -15,6 +15,7 @@ import torch
 from tests.train.common import (
     BALANCED,
     GPU_FAMILIES,
+    GPU_PLACEMENTS,
     MIXED_PRECISION,
     config,
     differing,
@@ -30,13 +31,6 @@ MOVING_STEPS = 20  # where something is offloaded, several graphs are timed firs
 ALONE = {"overlap": False, "reshard": False}
 EXPERTS = {"ep": 2, "overlap": True, "reshard": False, "dispatch": "symmetric", "capacity_factor": 2.0}
 PIPELINE = {"pp": 2, "schedule": "dualpipev", "reshard": False}
-MEMORY: dict[str, dict[str, Any]] = {
-    "recompute": {"policy": "recompute"},
-    "all leaves": {"policy": "offload", "offload": "all"},
-    "what fits": {"policy": "offload", "offload": "fit"},
-    "mixed": {"policy": {"*.self_attn": "offload", "*.mlp": "offload", "*.mlp.experts": "recompute"}, "offload": "all"},
-    "a budget": {"policy": "auto", "budget": "850MiB"},
-}
 PLAIN = "plain"  # FSDP2's own hooks gather weights and reduce gradients, without an engine, in another order
 # Name -> what is apart from two microbatches of each process.
 Case = dict[str, dict[str, Any]]
@@ -44,7 +38,7 @@ CASES: dict[int, dict[str, Case]] = {
     2: {
         **{f"{family} in bf16": {"model": {"family": family}} for family in BALANCED},
         **{family: {"model": {"family": family, **MIXED_PRECISION}} for family in GPU_FAMILIES},
-        **{name: {"memory": memory, "model": MIXED_PRECISION} for name, memory in MEMORY.items()},
+        **{name: {"memory": memory, "model": MIXED_PRECISION} for name, memory in GPU_PLACEMENTS.items()},
         "one microbatch": {"train": {"microbatch": 4}, "model": MIXED_PRECISION},
         "replicas": {"parallel": {"replicate": 2}, "model": MIXED_PRECISION},
         "replicas, resharded": {"parallel": {"replicate": 2, "reshard": True}, "model": MIXED_PRECISION},

@@ -5,7 +5,7 @@
 """
 
 from forebay.config.checks import check_experts, check_world, split_replicas
-from forebay.config.fast_path import Facts, FastPath, is_open, resolve, why_called
+from forebay.config.fast_path import Facts, FastPath, is_open, resolve, shares_weights, why_called
 from forebay.config.loading import apply_override, build_section, from_mapping, load, presets
 from forebay.config.sections import (
     SCHEDULES,
@@ -48,6 +48,7 @@ __all__ = [
     "parse_duration",
     "presets",
     "resolve",
+    "shares_weights",
     "split_replicas",
     "stages_of",
     "why_called",

@@ -163,7 +163,7 @@ def resolve(c: Config, facts: Facts) -> FastPath:
     """The fast path of a configuration that `forebay.config.checks.check` accepted."""
     if not is_open(c):
         return FastPath(c)
-    return replace(_chosen(c, facts), shares_weights=facts.processes > c.parallel.replicate)
+    return replace(_chosen(c, facts), shares_weights=shares_weights(c, facts.processes))
 
 
 def _chosen(c: Config, facts: Facts) -> FastPath:
@@ -178,6 +178,11 @@ def _chosen(c: Config, facts: Facts) -> FastPath:
     if is_local:
         return _explained(c, implied(replace(c, memory=replace(c.memory, graph=True))), _FASTEST)
     return _fast(c)
+
+
+def shares_weights(c: Config, processes: int) -> bool:
+    """Whether each of `processes` gathers weights from others: a replica has several."""
+    return processes > c.parallel.replicate
 
 
 def why_called(c: Config, gpu: bool, experts: int) -> str:
@@ -205,7 +210,7 @@ def _local_obstacles(c: Config, facts: Facts) -> Iterator[str]:
     yield from _model_obstacles(c, facts)
     if facts.gathered > MOST_GATHERED and c.parallel.reshard is not True:
         size = f"{facts.gathered / 2**30:.1f} GiB"
-        if facts.processes > c.parallel.replicate:
+        if shares_weights(c, facts.processes):
             yield f"weights and gradients of whole steps on each process would take {size} more; {_BESIDE}"
         what = f"copies of its smaller weights in {c.model.compute} for whole steps would take {size} more"
         yield f"{what}; parallel.reshard = true gathers those of experts for each use; {_BESIDE}"
@@ -228,7 +233,7 @@ def _sharded_obstacles(c: Config, facts: Facts) -> Iterator[str]:
         yield f"only {ran} processes that share weights alone ran in a graph, not {facts.processes}; {_BESIDE}"
     if not facts.reaches:
         yield f"processes that share weights ran in a graph on one node only; {_BESIDE}"
-    if c.parallel.reshard is True and facts.processes > c.parallel.replicate:
+    if c.parallel.reshard is True and shares_weights(c, facts.processes):
         yield "parallel.reshard = true gathers weights from other processes within a step"
 
 

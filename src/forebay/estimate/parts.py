@@ -101,7 +101,7 @@ def placed_parts(
     trace: ModelTrace, stage: StageLayers, placements: Mapping[str, str], *, prefix: str, recompute: str
 ) -> list[Part]:
     """The parts of a stage in forward order. `prefix`: path of the layers; `recompute`: `Config.recompute` or `WHOLE_LAYER`."""
-    found = [_part("embedding", "embedding", trace.embedding)] if stage.embedding else []
+    found = [part_of("embedding", "embedding", trace.embedding)] if stage.embedding else []
     holding: set[int] = set()  # masks, by their checkpoints so far
     for here in stage.layers:
         number, layer = here.number, trace.layers[here.number]
@@ -109,7 +109,7 @@ def placed_parts(
             path = f"{prefix}.{number}.{name}"
             placement = placements.get(path, "keep")
             light = sublayer.light if placement == "recompute" and recompute != "full" else None
-            part = _part(path, number, sublayer, "keep" if light else placement, light)
+            part = part_of(path, number, sublayer, "keep" if light else placement, light)
             first = (number, name) == stage.reader
             given_here = sublayer.given if part.placement == "recompute" else ()
             held = tuple(n for n in given_here if n not in holding)
@@ -125,10 +125,10 @@ def placed_parts(
                 with_previous=recompute == WHOLE_LAYER and placement == "recompute" and name == "mlp",
             )
             found.append(part)
-    return found + ([_part("head", "head", trace.head)] if stage.head else [])
+    return found + ([part_of("head", "head", trace.head)] if stage.head else [])
 
 
-def _part(path: str, place: Any, trace: PartTrace, placement: str = "keep", light: PartTrace | None = None) -> Part:
+def part_of(path: str, place: Any, trace: PartTrace, placement: str = "keep", light: PartTrace | None = None) -> Part:
     events = (light or trace).events
     assert events is not None, "a trace has events"
     part = Part(path, place, events, placement, light is not None, trace)

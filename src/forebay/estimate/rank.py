@@ -20,7 +20,7 @@ from forebay.estimate.fsdp import least_bytes, param_groups
 from forebay.estimate.layer_time import NO_TIME, Clock, KernelTime, LayerTimer
 from forebay.estimate.layers import LayerPlan
 from forebay.estimate.offloading import ENDS, Link, is_cut, offloaded_bytes
-from forebay.estimate.parts import Part, placed_parts
+from forebay.estimate.parts import Part, part_of, placed_parts
 from forebay.estimate.placement import (
     Choice,
     Machine,
@@ -245,9 +245,9 @@ class RunEstimator:
 
     def _router_loss(self) -> Part | None:
         loss = self.trace.router_loss
-        if loss is None or loss.events is None or not self.engine or self.config.parallel.pp > 1:
+        if loss is None or not self.engine or self.config.parallel.pp > 1:
             return None
-        return Part("router loss", "head", loss.events, trace=loss)
+        return part_of("router loss", "head", loss)
 
     def _placed(self, stages: Mapping[int, StageLayers], placements: Mapping[str, str]) -> dict[int, list[Part]]:
         mode = self.config.recompute

@@ -19,7 +19,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_callback import CallbackHandler
 
 from forebay.integrations.common import MemoryFigures, manage_arguments, plan_text
-from forebay.managed import Managed, manage, unwrap
+from forebay.managed import Managed, manage, refuse_replicas, unwrap
 from forebay.memory.overrides import drop_setting, hold_place, is_managed, put_setting, setting
 from forebay.models.linear_cross_entropy import linear_log_probs
 from forebay.policy import PolicyError
@@ -109,11 +109,7 @@ class ForebayCallback(TrainerCallback):
             raise
 
     def _check_device(self, args: TrainingArguments) -> None:
-        if args.n_gpu > 1:  # the Trainer wraps the model in nn.DataParallel later
-            raise PolicyError(
-                f"this process trains on {args.n_gpu} GPUs by nn.DataParallel, whose replicas would compute with the first one's "
-                "weights: start a process for each GPU (torchrun), or let CUDA_VISIBLE_DEVICES name one"
-            )
+        refuse_replicas(args.n_gpu)  # in which the Trainer wraps the model later
         if self._arguments["budget"] is not None and args.device.type == "cpu" and not args.use_cpu:
             raise PolicyError(
                 f"budget={self._arguments['budget']!r} limits GPU memory, and this process has no GPU: check "

@@ -106,8 +106,7 @@ def _with_versions(arguments: Mapping[str, Any]) -> list[tuple[str, Tensor, int]
         (name, t, t._version)
         for name, value in arguments.items()
         for t in tree_leaves(value)
-        # Tensors made in inference mode have no version, and cannot be written to outside it.
-        if isinstance(t, Tensor) and not t.is_inference()
+        if isinstance(t, Tensor) and not t.is_inference()  # see `_version_of`
     ]
 
 
@@ -120,12 +119,12 @@ class _RecomputedCall:
     Modules are as they were in the forward (`_state_of`), and so are the enabled kernels of attention.
     """
 
-    def __init__(self, region: _RegionForward, args: tuple[Any, ...], kwargs: Mapping[str, Any]):
+    def __init__(self, region: _RegionForward, args: tuple[Any, ...], kwargs: dict[str, Any]):
         self._region = region
-        # Of the first run alone, which may write to the caller's containers.
-        self._first: dict[str, Any] | None = dict(kwargs)
-        # Without positional tensors, which the checkpoint saves.
-        self._given = _copied(([None if isinstance(a, Tensor) else a for a in args], dict(kwargs)))
+        # The first run gets the caller's own lists and dicts, as a plain call does. It takes these from here.
+        self._first: dict[str, Any] | None = kwargs
+        # For reruns, without positional tensors, which the checkpoint saves.
+        self._given = _copied(([None if isinstance(a, Tensor) else a for a in args], kwargs))
         nested = {f"argument {n}": a for n, a in enumerate(args) if not isinstance(a, Tensor)}
         self._arguments = _with_versions({**nested, **kwargs})
         called = region.modules()
@@ -301,7 +300,7 @@ def _merged_adapters(modules: Iterable[nn.Module]) -> list[list[str]]:
 def _add_hooks(state: _State) -> None:
     """Add hooks that were registered since: transformers captures outputs by hooks that a model's first forward registers."""
     for owner, name, then in state:
-        if name in _HOOKED[1:]:
+        if name in _HOOKED and name != "_buffers":
             then.update({key: hook for key, hook in owner[name].items() if key not in then})
 
 

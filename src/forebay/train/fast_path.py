@@ -11,7 +11,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from forebay.config import Config, Facts, FastPath, check_world, is_open, resolve, why_called
+from forebay.config import Config, Facts, FastPath, check_world, is_open, resolve, shares_weights, why_called
 from forebay.config.checks import check
 from forebay.config.sections import AUTO
 from forebay.errors import UsageError
@@ -82,7 +82,7 @@ def choose_path(
     model, is_local = declared(), p.ep * p.pp == 1
     # Else the given value of memory.graph decides alone, and a skeleton of the model would be made for nothing.
     decides = config.memory.graph == AUTO or (config.memory.graph is False and not is_local)
-    gathers = decides and is_local and (m.is_mixed or processes > p.replicate)
+    gathers = decides and is_local and (m.is_mixed or shares_weights(config, processes))
     sketch = outline(model) if gathers or (decides and isinstance(config.memory.policy, dict)) else None
     text = model.get_text_config()
     takes_rows = p.ep == 1 or symmetric_takes(text.hidden_size, getattr(torch, m.compute or m.dtype))
@@ -90,9 +90,9 @@ def choose_path(
         gpu,
         processes,
         str(model.model_type),
-        reaches=processes == 1 or (takes_rows and are_near()),
+        reaches=(is_local and (processes == 1 or not decides)) or (takes_rows and are_near()),
         takes_rows=takes_rows,
-        gathered=gathered_bytes(config, processes, sketch.weights) if gathers and sketch else 0,
+        gathered=bytes_of_graph(config, processes, sketch.weights) if gathers and sketch else 0,
         layers=getattr(text, "num_hidden_layers", 0),
         container=_container(config.memory.policy, sketch) if sketch else None,
     )
@@ -122,7 +122,7 @@ def _outline(config: Config, declared: Any) -> Outline:
     return Outline([p.numel() for p in model.parameters()], called_paths(model), sublayers)
 
 
-def gathered_bytes(config: Config, processes: int, weights: Iterable[int]) -> int:
+def bytes_of_graph(config: Config, processes: int, weights: Iterable[int]) -> int:
     """Bytes that each of `processes` that share weights alone holds more in a graph than in a called step, as `Facts.gathered`.
 
     Args:
@@ -131,9 +131,9 @@ def gathered_bytes(config: Config, processes: int, weights: Iterable[int]) -> in
     dtype, computes = (
         getattr(torch, name) for name in (config.model.dtype, config.model.compute or config.model.dtype)
     )
-    if processes == config.parallel.replicate:  # each has all weights, and all gradients in any case
+    if not shares_weights(config, processes):  # each has all weights, and all gradients in any case
         return sum(n for n in weights if not is_split(n, dtype, computes)) * computes.itemsize
-    # Of several microbatches, FSDP2 holds the sums of called steps too.
+    # With several microbatches a called step holds whole gradients as well: FSDP2 reduces them after the last one.
     sums = 4 if config.parallel.gradients == "float32" else computes.itemsize
     return sum(weights) * (computes.itemsize + (sums if config.microbatches(processes) < 2 else 0))
 

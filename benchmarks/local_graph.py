@@ -32,17 +32,19 @@ from forebay.train.trainer import Trainer
 RUNS = {
     1: ("4:02", "3:07", "5:22", "5:08", "1:12", "5:09", "5:14"),
     2: ("28:05", "26:05", "22:17", "20:17", "12:17"),
+    4: ("28:05", "26:05", "20:17", "22:02", "28:08", "26:08", "26:11", "21:23"),
 }
-NAMES = {1: "local_graph", 2: "sharded_graph"}
+NAMES = {1: "local_graph", 2: "sharded_graph", 4: "sharded_graph_4gpu"}
 PORT = 29500
 TIMED = 9
 LEAST = (
     12  # steps before the timed ones; by then both arms have nothing left to measure, or the losses are of other steps
 )
 _DEFAULTS = {"overlap": "auto", "reshard": "auto", "capacity_factor": "auto"}
+_MESH = ("ep", "pp", "schedule", "partition")
 
 
-def sections_of(run: str, graph: bool) -> tuple[str, dict[str, Any]]:
+def sections_of(run: str, graph: bool, gpus: int) -> tuple[str, dict[str, Any]]:
     """The name and the configuration of an arm."""
     draw, number = run.split(":")
     drawn = json.loads((Path(__file__).parent / "results" / f"planner_blind_{draw}.json").read_text())["runs"]
@@ -50,7 +52,9 @@ def sections_of(run: str, graph: bool) -> tuple[str, dict[str, Any]]:
     found = json.loads(json.dumps(entry.sections))
     found["model"] |= {"loss": "fused", "experts": "forebay"}
     found["memory"] |= {"graph": "auto" if graph else False, "recompute": "light"}
-    found["parallel"] = {"timeout": 60, **_DEFAULTS}
+    mesh = {key: value for key, value in found["parallel"].items() if key in _MESH}
+    found["parallel"] = {"timeout": 60, **_DEFAULTS, **mesh} | ({} if graph else {"reshard": True})
+    found["train"]["batch"] *= gpus // entry.gpus
     found["optimizer"]["fused"] = True
     return f"{draw}:{name}", found
 
@@ -66,7 +70,7 @@ def arm(run: str, graph: bool, rank: int, gpus: int) -> dict[str, Any]:
     if gpus > 1:
         names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": gpus, "LOCAL_WORLD_SIZE": gpus, "MASTER_PORT": PORT}
         os.environ |= {**{name: str(value) for name, value in names.items()}, "MASTER_ADDR": "127.0.0.1"}
-    name, sections = sections_of(run, graph)
+    name, sections = sections_of(run, graph, gpus)
     settings = from_mapping(sections, origin=name)
     with Mesh.open(settings) as mesh, Trainer(settings, mesh) as trainer:
         number = 1

@@ -11,6 +11,7 @@ as given (`forebay plan --skew`): even, or in some runs with EP skewed. Up to dr
 EP, and a router that is not trained gives most tokens to few experts. The trainer has no LoRA, so there is none here.
 Two of three runs of one GPU, of EP 2 and of FSDP2 are as a user starts them: the keys that are "auto" stay so, and the fast
 path chooses, in plan and run alike. Such draws with EP are repeated until it chooses a graph, which it does for few.
+`--gpus 4` draws runs on four GPUs: FSDP2, EP 2 and PP 2 by turns, whose groups and stages share weights.
 The others have a value for each of these keys, and their steps are launched by the host. `--mesh` draws runs of one mesh
 only (`one`: one GPU), `--device h100` ones that an H100 holds. Runs and figures are those of
 `benchmarks/planner_measure.py`; each run has processes of its own.
@@ -45,6 +46,7 @@ from forebay.estimate.trace_cache import TraceCache
 from forebay.policy import RECOMPUTE_MODES, PolicyError
 from forebay.train.hf_io import TESTED as FAMILIES
 
+SEVERAL = ("FSDP", "EP", "PP")  # by turns, of `--gpus 4`
 MESHES = ("", "", "EP", "", "", "FSDP", "", "", "EP", "", "", "PP")  # by turns; "" is one GPU
 USUAL = (True, True, False)  # by turns of a mesh in `USUALLY`: whether the keys of the fast path stay "auto"
 USUALLY = ("", "EP", "FSDP")
@@ -126,10 +128,11 @@ def host_bytes(entry: Entry, plan: dict[str, Any]) -> int:
 
 
 class Draw:
-    """One draw from `rng`, for a mesh of `MESHES`. `schedule`: of a pipeline. `usual`: see `USUAL`."""
+    """One draw from `rng`, for a mesh of `MESHES`. `gpus`: of a mesh. `schedule`: of a pipeline. `usual`: see `USUAL`."""
 
-    def __init__(self, rng: random.Random, ranges: Ranges, mesh: str, schedule: str, usual: bool):
+    def __init__(self, rng: random.Random, ranges: Ranges, mesh: str, schedule: str, usual: bool, gpus: int = 2):
         self._rng, self._ranges, self._mesh, self._schedule, self.usual = rng, ranges, mesh, schedule, usual
+        self._gpus = gpus if mesh else 1
 
     @property
     def captured(self) -> bool:
@@ -156,7 +159,7 @@ class Draw:
             "parallel": {"timeout": 60, **parallel},
             "device": {"type": self._ranges.device},
         }
-        entry = Entry("", 2 if self._mesh else 1, sections, self._skew(memory) if self._mesh == "EP" else 1.0)
+        entry = Entry("", self._gpus, sections, self._skew(memory) if self._mesh == "EP" else 1.0)
         return replace(entry, name=name_of(number, entry))
 
     def _size(self, limits: tuple[int, int], step: int = 1) -> int:
@@ -261,7 +264,7 @@ class Draw:
         return {
             "steps": 100,
             "microbatch": microbatch,
-            "batch": microbatch * several * (2 if self._mesh in ("EP", "FSDP") else 1),
+            "batch": microbatch * several * self._gpus // (2 if self._mesh == "PP" else 1),
             "sequence": self._size(self._ranges.sequence, rng.choice((64, 256))),
             "clip": rng.choice((1.0, 1.0, 1.0, 0.0)),
         }
@@ -344,9 +347,9 @@ def name_of(number: int, entry: Entry) -> str:
 
 
 def draw(
-    seed: int, count: int, ranges: Ranges, limits: Limits, meshes: Sequence[str] = MESHES
+    seed: int, count: int, ranges: Ranges, limits: Limits, meshes: Sequence[str] = MESHES, gpus: int = 2
 ) -> tuple[list[dict[str, Any]], dict[str, int]]:
-    """`count` configurations for `meshes` by turns with their plans, and how many were drawn in vain, by reason.
+    """`count` configurations for `meshes` of `gpus` by turns with their plans, and how many were drawn in vain, by reason.
 
     Each has generators of its own, by seed, number and attempt.
     """
@@ -361,7 +364,7 @@ def draw(
         drawn[mesh] += 1
         for attempt in range(1000):
             rng = random.Random(f"{seed} {number} {attempt}")
-            source = Draw(rng, ranges, mesh, schedules[turn % len(schedules)], usual)
+            source = Draw(rng, ranges, mesh, schedules[turn % len(schedules)], usual, gpus)
             entry, plan, why = planned_draw(source, number, limits)
             if not why:
                 break
@@ -417,7 +420,7 @@ def kind_of(entry: Entry) -> str:
         return band_of(entry)
     parallel, is_captured = entry.sections["parallel"], bool(entry.sections["memory"].get("graph"))
     mesh = "PP" if "pp" in parallel else "EP" if "ep" in parallel else "FSDP2"
-    return f"2 GPUs, {mesh}" + ", graph" * is_captured
+    return f"{entry.gpus} GPUs, {mesh}" + ", graph" * is_captured
 
 
 def band_of(entry: Entry) -> str:
@@ -440,7 +443,7 @@ def words_of(entry: Entry) -> str:
     width = c.get("moe_intermediate_size") or c["intermediate_size"]
     policy = memory["policy"]
     placed = policy if isinstance(policy, str) else ", ".join(f"{pattern}={p}" for pattern, p in policy.items())
-    data = 1 if parallel.get("pp", 1) > 1 else entry.gpus
+    data = entry.gpus // parallel.get("pp", 1)
     words = [
         f"{model['family']} {c['num_hidden_layers']} layers of {c['hidden_size']}",
         f"{c['num_experts_per_tok']} of {experts} experts of {width}",
@@ -583,6 +586,7 @@ def main() -> None:
     drawing.add_argument("--seed", type=int, required=True)
     drawing.add_argument("--count", type=int, default=24)
     drawing.add_argument("--mesh", choices=("one", "EP", "FSDP", "PP"), help="of all runs; one: one GPU")
+    drawing.add_argument("--gpus", type=int, choices=(2, 4), default=2, help="of a mesh; 4: of all runs")
     drawing.add_argument("--device", choices=LIMITS, default=DEFAULT, help="profile and memory of the GPU")
     drawing.add_argument("--tiny", action="store_true", help="small models that a CPU runs")
     running = commands.add_parser("run")
@@ -598,8 +602,9 @@ def main() -> None:
         case "draw":
             gc.disable()  # a fifth of a plan's time
             ranges, limits = (TINY, Limits(least=0)) if options.tiny else (GPU, LIMITS[options.device])
-            meshes = {None: MESHES, "one": ("",)}.get(options.mesh, (options.mesh,))
-            runs, vain = draw(options.seed, options.count, ranges, limits, meshes)
+            every = MESHES if options.gpus == 2 else SEVERAL
+            meshes = {None: every, "one": ("",)}.get(options.mesh, (options.mesh,))
+            runs, vain = draw(options.seed, options.count, ranges, limits, meshes, options.gpus)
             drawn_by = {
                 "seed": options.seed,
                 "gpu": options.device,

@@ -64,7 +64,7 @@ MORE: list[dict[str, Any]] = [
     ("parallel", "world"),
     [
         ({}, 1), ({}, 2), ({"replicate": 2}, 2), ({"pp": 2}, 2),
-        ({"ep": 2}, 2), ({"ep": 2, "dispatch": "nccl"}, 2), ({"ep": 4}, 4),
+        ({"ep": 2}, 2), ({"ep": 2, "dispatch": "nccl"}, 2), ({"ep": 4}, 4), ({"ep": 2}, 4), ({"pp": 2}, 4),
     ],
     ids=str,
 )  # fmt: skip
@@ -116,6 +116,17 @@ def test_sharded_weights_are_gathered_for_whole_steps_where_they_are_small(
     assert fast or "weights and gradients of whole steps on each process would take" in path.line
 
 
+@pytest.mark.parametrize(("width", "world", "fast"), [(1 << 17, 4, True), (1 << 18, 4, False), (1 << 18, 2, True)])
+def test_experts_of_groups_that_share_them_are_gathered_where_they_are_small(
+    tmp_path: Path, width: int, world: int, fast: bool
+) -> None:
+    """128 experts of each layer take 3 or 6 GiB in bf16; with two processes each has its own."""
+    sizes = {**MODEL, "moe_intermediate_size": width, "num_experts": 256}
+    path = planned_path(opened(tmp_path, "cuda", model={"config": sizes}, parallel={"ep": 2}), world)
+    assert path.config.step.graph == fast and path.is_fast
+    assert fast or "experts of whole steps on each process would take 6.0 GiB more" in path.line
+
+
 def path_of_a_pipeline(rank: int, world: int, folder: str, agent: str) -> str:
     """The line of a run whose processes were started by several agents of torchrun, or by no torchrun at all."""
     os.environ.pop("LOCAL_WORLD_SIZE", None)
@@ -125,9 +136,7 @@ def path_of_a_pipeline(rank: int, world: int, folder: str, agent: str) -> str:
     return fast_path.fast_path_of(opened(folder, "cuda", parallel={"pp": 2}), mesh).line
 
 
-@pytest.mark.parametrize(
-    ("agents", "line"), [("", "fast path"), ("two", "host-launched: pipelines ran in a graph on one node")]
-)
+@pytest.mark.parametrize(("agents", "line"), [("", "fast path"), ("two", "host-launched: processes of several nodes")])
 def test_a_node_is_known_without_its_number_of_processes(tmp_path: Path, agents: str, line: str) -> None:
     for said in run_ranks(path_of_a_pipeline, 2, str(tmp_path), agents):
         assert said.startswith(line)

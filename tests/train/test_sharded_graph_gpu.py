@@ -31,6 +31,7 @@ MOVING_STEPS = 20  # where something is offloaded, several graphs are timed firs
 ALONE = {"overlap": False, "reshard": False}
 EXPERTS = {"ep": 2, "overlap": True, "reshard": False, "dispatch": "symmetric", "capacity_factor": 2.0}
 PIPELINE = {"pp": 2, "schedule": "dualpipev", "reshard": False}
+FOUR_LAYERS = {**GPU_FAMILIES["glm4_moe"], "num_hidden_layers": 4}  # a stage of a pipeline has one at least
 PLAIN = "plain"  # FSDP2's own hooks gather weights and reduce gradients, without an engine, in another order
 # Name -> what is apart from two microbatches of each process.
 Case = dict[str, dict[str, Any]]
@@ -48,7 +49,13 @@ CASES: dict[int, dict[str, Case]] = {
         "sharded": {"model": MIXED_PRECISION},
         "replicas": {"parallel": {"replicate": 2}, "model": MIXED_PRECISION},
         "experts": {"parallel": EXPERTS, "model": MIXED_PRECISION},
-        "pipelines": {"parallel": PIPELINE, "model": MIXED_PRECISION},
+        "pipelines": {"parallel": PIPELINE, "model": {**MIXED_PRECISION, "config": FOUR_LAYERS}},
+        "sharded, offload": {"memory": GPU_PLACEMENTS["all leaves"], "model": MIXED_PRECISION},
+        "experts, gpt_oss": {"parallel": EXPERTS, "model": {"family": "gpt_oss"}},
+        "pipelines, 1f1b": {
+            "parallel": {**PIPELINE, "schedule": "1f1b"},
+            "model": {"family": "qwen3_moe", **MIXED_PRECISION},
+        },
     },
 }
 

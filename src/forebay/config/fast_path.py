@@ -8,7 +8,8 @@ A graph is chosen only for what ran on GPUs with these keys given by hand, in co
 Without one, expert groups of any size overlap and leave room for rows; that was measured on 2 and 4 GPUs:
 
     one process          tests/train/test_local_graph_gpu.py (all families), benchmarks/results/local_graph.json
-    sharded weights      tests/train/test_sharded_graph_gpu.py (2 GPUs, all families, bitwise), sharded_graph.json of the same
+    sharded weights      tests/train/test_sharded_graph_gpu.py (2 GPUs, all families, bitwise; 4 GPUs), sharded_graph.json and
+                         sharded_graph_4gpu.json of benchmarks/results; on 4 GPUs also groups of EP 2 and pipelines of 2
     expert parallelism   tests/train/test_cuda_graph_gpu.py (2 GPUs, all families, bitwise), paging_ep2_*.json, paging_ep4.json
                          and paging_reshard.json of benchmarks/results
     without its graph    the arms "capacity", "exact" and "nccl" of the same files; "own routing" of ep.json, which reshards
@@ -38,8 +39,7 @@ MOST_NODES = 1 << 30
 """Bytes of nodes that a graph may have on one process."""
 _FAMILIES = ("qwen3_moe", "glm4_moe", "deepseek_v2", "deepseek_v3", "mixtral", "olmoe", "gpt_oss")
 _OVERLAPPED = frozenset({"keep", "recompute", "stash"})  # placements
-_PROCESSES = (2, 4)  # that shared a model in those runs
-_SHARDED = (2,)  # processes that shared weights alone in those runs
+_PROCESSES = (1, 2, 4)  # of a graph's runs
 _BESIDE = "memory.graph = true tries it"
 _CALLED = "the fastest without a graph, on 2 and 4 GPUs that were measured"
 _FASTEST = "the fastest that ran on such GPUs"
@@ -53,11 +53,11 @@ class Facts:
         gpu: whether the processes compute on GPUs.
         processes: their number.
         family: model type in transformers.
-        reaches: whether the GPUs of each expert group read each other's memory, by the symmetric dispatcher's kernels; without
-            expert groups, whether all processes are on one node.
+        reaches: whether the GPUs of each expert group read each other's memory, by the symmetric dispatcher's kernels.
+        one_node: whether all processes are on one node.
         takes_rows: whether these kernels take rows of the model's width.
-        gathered: bytes that each process without expert group and pipeline holds more in a graph: weights that are gathered for
-            whole steps, not those that it computes with in place, and whole gradients where a called step has none.
+        gathered: bytes that each process holds more in a graph than in a called step: weights that are gathered for whole steps,
+            not those that it computes with in place, and whole gradients where a called step has none.
         layers: decoder layers of the model.
         container: path of a module that `memory.policy` places and that contains sublayers; None if there is none. A graph runs
             the sublayers, and never such a module.
@@ -66,7 +66,8 @@ class Facts:
     gpu: bool
     processes: int
     family: str
-    reaches: bool
+    reaches: bool = True
+    one_node: bool = True
     takes_rows: bool = True
     gathered: int = 0
     layers: int = 0
@@ -205,15 +206,11 @@ def _float32_obstacles(c: Config) -> Iterator[str]:
 
 def _local_obstacles(c: Config, facts: Facts) -> Iterator[str]:
     """Why a run without expert groups and pipeline is not among those that ran in a graph."""
-    if facts.processes > 1:
-        yield from _sharded_obstacles(c, facts)
+    yield from _process_obstacles(facts)
+    if c.parallel.reshard is True and shares_weights(c, facts.processes):
+        yield "parallel.reshard = true gathers weights from other processes within a step"
     yield from _model_obstacles(c, facts)
-    if facts.gathered > MOST_GATHERED and c.parallel.reshard is not True:
-        size = f"{facts.gathered / 2**30:.1f} GiB"
-        if shares_weights(c, facts.processes):
-            yield f"weights and gradients of whole steps on each process would take {size} more; {_BESIDE}"
-        what = f"copies of its smaller weights in {c.model.compute} for whole steps would take {size} more"
-        yield f"{what}; parallel.reshard = true gathers those of experts for each use; {_BESIDE}"
+    yield from _gathered_obstacles(c, facts)
     microbatches = c.microbatches(facts.processes)
     nodes = GRAPH_NODES * facts.layers * microbatches
     if nodes > MOST_NODES:
@@ -226,15 +223,24 @@ def _local_obstacles(c: Config, facts: Facts) -> Iterator[str]:
     yield from _placement_obstacles(c, facts, {"auto", "keep", "offload", "recompute"}, where)
 
 
-def _sharded_obstacles(c: Config, facts: Facts) -> Iterator[str]:
-    """Why several processes without expert groups and pipeline, whose graphs contain no communication, are called."""
-    if facts.processes not in _SHARDED:
-        ran = " or ".join(map(str, _SHARDED))
-        yield f"only {ran} processes that share weights alone ran in a graph, not {facts.processes}; {_BESIDE}"
-    if not facts.reaches:
-        yield f"processes that share weights ran in a graph on one node only; {_BESIDE}"
-    if c.parallel.reshard is True and shares_weights(c, facts.processes):
-        yield "parallel.reshard = true gathers weights from other processes within a step"
+def _process_obstacles(facts: Facts) -> Iterator[str]:
+    if facts.processes not in _PROCESSES:
+        yield f"only 1, 2 or 4 processes ran in a graph, not {facts.processes}; {_BESIDE}"
+    if not facts.one_node:
+        yield f"processes of several nodes did not run in a graph; {_BESIDE}"
+
+
+def _gathered_obstacles(c: Config, facts: Facts) -> Iterator[str]:
+    """Why weights that are gathered for whole steps take too much."""
+    if facts.gathered <= MOST_GATHERED or c.parallel.reshard is True:
+        return
+    size = f"{facts.gathered / 2**30:.1f} GiB"
+    by_use = "parallel.reshard = true gathers those of experts for each use"
+    if c.parallel.ep > 1:
+        yield f"experts of whole steps on each process would take {size} more; {by_use}; {_BESIDE}"
+    if shares_weights(c, facts.processes):
+        yield f"weights and gradients of whole steps on each process would take {size} more; {_BESIDE}"
+    yield f"copies of its smaller weights in {c.model.compute} for whole steps would take {size} more; {by_use}; {_BESIDE}"
 
 
 def _fast(c: Config) -> FastPath:
@@ -303,17 +309,15 @@ def _mesh_obstacles(c: Config, facts: Facts) -> Iterator[str]:
     p = c.parallel
     if p.ep > 1 and p.pp > 1:
         yield f"pipelines of expert groups ran in a graph with even routing only; {_BESIDE}"
-    if facts.processes != p.ep * p.pp:
-        yield f"nothing ran in a graph where more processes train than parallel.ep or parallel.pp has; {_BESIDE}"
-    if facts.processes not in _PROCESSES:
-        yield f"only 2 or 4 processes of one model ran in a graph, not {facts.processes}; {_BESIDE}"
+    if p.ep > 1 and p.replicate > 1:
+        yield f"no replicas of expert groups ran in a graph; {_BESIDE}"
     if p.pp > 2 and p.schedule != "dualpipev":
         yield f"more than 2 pipeline ranks ran in a graph with parallel.schedule = 'dualpipev' only; {_BESIDE}"
     if p.ep > 1 and p.dispatch not in ("auto", "symmetric", "nccl"):
         yield f"parallel.dispatch = {p.dispatch!r} asks the device for sizes"
     yield from _exchange_obstacles(c, facts)
-    if p.pp > 1 and not facts.reaches:
-        yield f"pipelines ran in a graph on one node only; {_BESIDE}"
+    yield from _process_obstacles(facts)
+    yield from _gathered_obstacles(c, facts)
     if p.pp == 1:
         yield from _few_microbatches(c, facts)
 

@@ -133,7 +133,7 @@ class LayerPlan:
 
 
 def fast_path_of(config: Config, world: int, traces: TraceCache | None = None) -> FastPath:
-    """The fast path of a run on `world` processes, whose expert groups are assumed to be within hosts of 8 GPUs.
+    """The fast path of a run on `world` processes of hosts of 8 GPUs.
 
     Args:
         traces: that may know the model's configuration.
@@ -141,8 +141,7 @@ def fast_path_of(config: Config, world: int, traces: TraceCache | None = None) -
     Raises:
         UsageError: the model's configuration is wrong.
     """
-    ep = config.parallel.ep
-    near = (ep if ep > 1 else world) <= SAME_HOST
+    near = config.parallel.ep <= SAME_HOST, world <= SAME_HOST
     traces = traces or TraceCache()
 
     def outline(declared: Any) -> Outline:

@@ -77,12 +77,14 @@ class WeightShapes:
 
     @property
     def total(self) -> int:
-        return sum(self.sizes)
+        return sum(n for n, _ in self.sizes)
 
     @property
-    def sizes(self) -> list[int]:
-        """Elements of each."""
-        return [weight.elements for part in (self.embedding, self.head, *self.layers) for weight in part]
+    def sizes(self) -> list[tuple[int, bool]]:
+        """Elements of each, and whether it belongs to experts."""
+        return [
+            (weight.elements, weight.experts) for part in (self.embedding, self.head, *self.layers) for weight in part
+        ]
 
 
 @dataclass(frozen=True)

@@ -30,12 +30,12 @@ class Outline:
     """A model before it is built.
 
     Attributes:
-        weights: elements of each weight; of tied ones, once.
+        weights: elements of each weight, and whether it belongs to experts; of tied ones, once.
         paths: of the modules that can be regions.
         sublayers: paths of the sublayers of its decoder layers.
     """
 
-    weights: Sequence[int]
+    weights: Sequence[tuple[int, bool]]
     paths: Sequence[str]
     sublayers: Sequence[str]
 
@@ -47,20 +47,19 @@ def fast_path_of(config: Config, mesh: Mesh) -> FastPath:
         UsageError: the model's configuration is wrong.
     """
 
-    def are_near() -> bool:
-        if mesh.expert_group is None:
-            return topology_of(dist.group.WORLD).count == 1  # type: ignore[arg-type]
-        return mesh.all(peers_are_reachable(mesh.expert_group))
+    def nearness() -> tuple[bool, bool]:
+        reaches = mesh.expert_group is None or mesh.all(peers_are_reachable(mesh.expert_group))
+        return reaches, topology_of(dist.group.WORLD).count == 1  # type: ignore[arg-type]
 
     declared = partial(declared_by, config)
-    return choose_path(config, mesh.device.type == "cuda", mesh.size, are_near, declared, partial(_outline, config))
+    return choose_path(config, mesh.device.type == "cuda", mesh.size, nearness, declared, partial(_outline, config))
 
 
 def choose_path(
     config: Config,
     gpu: bool,
     processes: int,
-    are_near: Callable[[], bool],
+    nearness: Callable[[], tuple[bool, bool]],
     declared: Callable[[], Any],
     outline: Callable[[Any], Outline],
 ) -> FastPath:
@@ -68,8 +67,7 @@ def choose_path(
 
     Args:
         gpu: whether the processes compute on GPUs.
-        are_near: whether the GPUs of each expert group read each other's memory; without expert groups, whether all processes
-            are on one node. Called, by all processes, if that decides.
+        nearness: returns `Facts.reaches`, but for rows, and `Facts.one_node`. Called, by all processes, if that decides.
         declared: returns the Hugging Face configuration of the run's model.
         outline: returns the outline of a model with that configuration. Called if that decides.
 
@@ -78,19 +76,21 @@ def choose_path(
     """
     p, m = config.parallel, config.model
     if not (gpu and is_open(config)):
-        return resolve(config, Facts(gpu, processes, "", False))
+        return resolve(config, Facts(gpu, processes, ""))
     model, is_local = declared(), p.ep * p.pp == 1
     # Else the given value of memory.graph decides alone, and a skeleton of the model would be made for nothing.
     decides = config.memory.graph == AUTO or (config.memory.graph is False and not is_local)
-    gathers = decides and is_local and (m.is_mixed or shares_weights(config, processes))
+    gathers = decides and p.pp == 1 and (m.is_mixed or shares_weights(config, processes))
     sketch = outline(model) if gathers or (decides and isinstance(config.memory.policy, dict)) else None
     text = model.get_text_config()
-    takes_rows = p.ep == 1 or symmetric_takes(text.hidden_size, getattr(torch, m.compute or m.dtype))
+    takes_rows = p.ep == 1 or symmetric_takes(text.hidden_size, _dtypes(config)[1])
+    reaches, one_node = nearness() if not is_local or (decides and processes > 1) else (True, True)
     facts = Facts(
         gpu,
         processes,
         str(model.model_type),
-        reaches=(is_local and (processes == 1 or not decides)) or (takes_rows and are_near()),
+        reaches=reaches and takes_rows,
+        one_node=one_node,
         takes_rows=takes_rows,
         gathered=bytes_of_graph(config, processes, sketch.weights) if gathers and sketch else 0,
         layers=getattr(text, "num_hidden_layers", 0),
@@ -119,23 +119,31 @@ def _outline(config: Config, declared: Any) -> Outline:
         sublayers = [path for layer in decoder_layers(model) for path in (layer.attention_path, layer.block_path)]
     except UnknownLayerError:
         sublayers = []
-    return Outline([p.numel() for p in model.parameters()], called_paths(model), sublayers)
+    weights = [(p.numel(), ".experts." in name) for name, p in model.named_parameters()]
+    return Outline(weights, called_paths(model), sublayers)
 
 
-def bytes_of_graph(config: Config, processes: int, weights: Iterable[int]) -> int:
-    """Bytes that each of `processes` that share weights alone holds more in a graph than in a called step, as `Facts.gathered`.
+def bytes_of_graph(config: Config, processes: int, weights: Iterable[tuple[int, bool]]) -> int:
+    """Bytes that each of `processes` without pipelines holds more in a graph than in a called step, as `Facts.gathered`.
 
     Args:
-        weights: elements of each weight.
+        weights: elements of each weight, and whether it belongs to experts.
     """
-    dtype, computes = (
-        getattr(torch, name) for name in (config.model.dtype, config.model.compute or config.model.dtype)
-    )
+    ep, (dtype, computes) = config.parallel.ep, _dtypes(config)
+    if ep > 1:  # called steps gather other weights once as well
+        shared = processes > ep * config.parallel.replicate
+        return sum(n for n, is_expert in weights if is_expert) // ep * computes.itemsize if shared else 0
     if not shares_weights(config, processes):  # each has all weights, and all gradients in any case
-        return sum(n for n in weights if not is_split(n, dtype, computes)) * computes.itemsize
+        return sum(n for n, _ in weights if not is_split(n, dtype, computes)) * computes.itemsize
     # With several microbatches a called step holds whole gradients as well: FSDP2 reduces them after the last one.
     sums = 4 if config.parallel.gradients == "float32" else computes.itemsize
-    return sum(weights) * (computes.itemsize + (sums if config.microbatches(processes) < 2 else 0))
+    whole = computes.itemsize + (sums if config.microbatches(processes) < 2 else 0)
+    return sum(n for n, _ in weights) * whole
+
+
+def _dtypes(config: Config) -> tuple[torch.dtype, torch.dtype]:
+    """Of parameters and of computation."""
+    return getattr(torch, config.model.dtype), getattr(torch, config.model.compute or config.model.dtype)
 
 
 def _container(policy: str | Mapping[str, str], sketch: Outline) -> str | None:

@@ -44,13 +44,14 @@ _DEFAULTS = {"overlap": "auto", "reshard": "auto", "capacity_factor": "auto"}
 _MESH = ("ep", "pp", "schedule", "partition")
 
 
-def sections_of(run: str, graph: bool, gpus: int) -> tuple[str, dict[str, Any]]:
+def sections_of(run: str, graph: bool, gpus: int, packing: str = "joined") -> tuple[str, dict[str, Any]]:
     """The name and the configuration of an arm."""
     draw, number = run.split(":")
     drawn = json.loads((Path(__file__).parent / "results" / f"planner_blind_{draw}.json").read_text())["runs"]
     name, entry = next(found for found in entries_of(drawn).items() if found[0].startswith(number))
     found = json.loads(json.dumps(entry.sections))
     found["model"] |= {"loss": "fused", "experts": "forebay"}
+    found["data"] = {"packing": packing}
     found["memory"] |= {"graph": "auto" if graph else False, "recompute": "light"}
     mesh = {key: value for key, value in found["parallel"].items() if key in _MESH}
     found["parallel"] = {"timeout": 60, **_DEFAULTS, **mesh} | ({} if graph else {"reshard": True})
@@ -59,18 +60,18 @@ def sections_of(run: str, graph: bool, gpus: int) -> tuple[str, dict[str, Any]]:
     return f"{draw}:{name}", found
 
 
-def figures(run: str, graph: bool, gpus: int) -> dict[str, Any]:
+def figures(run: str, graph: bool, gpus: int, packing: str) -> dict[str, Any]:
     """Those of one arm's first process, in processes of its own."""
     with get_context("fork").Pool(gpus) as pool:
-        return pool.starmap(arm, [(run, graph, rank, gpus) for rank in range(gpus)], chunksize=1)[0]
+        return pool.starmap(arm, [(run, graph, rank, gpus, packing) for rank in range(gpus)], chunksize=1)[0]
 
 
-def arm(run: str, graph: bool, rank: int, gpus: int) -> dict[str, Any]:
+def arm(run: str, graph: bool, rank: int, gpus: int, packing: str) -> dict[str, Any]:
     """The figures of this process of an arm."""
     if gpus > 1:
         names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": gpus, "LOCAL_WORLD_SIZE": gpus, "MASTER_PORT": PORT}
         os.environ |= {**{name: str(value) for name, value in names.items()}, "MASTER_ADDR": "127.0.0.1"}
-    name, sections = sections_of(run, graph, gpus)
+    name, sections = sections_of(run, graph, gpus, packing)
     settings = from_mapping(sections, origin=name)
     with Mesh.open(settings) as mesh, Trainer(settings, mesh) as trainer:
         number = 1
@@ -105,15 +106,17 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--gpus", type=int, choices=list(RUNS), default=1)
     parser.add_argument("--runs", nargs="*")
+    parser.add_argument("--packing", choices=("joined", "documents"), default="joined")
+    parser.add_argument("--name", help="of the results")
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
     for run in options.runs or RUNS[options.gpus]:
-        host, graph = pair = [figures(run, captured, options.gpus) for captured in (False, True)]
+        host, graph = pair = [figures(run, captured, options.gpus, options.packing) for captured in (False, True)]
         graph["time"] = graph["ms"] / host["ms"]
         graph["memory"] = graph["reserved GiB"] / host["reserved GiB"]
         rows += pair
         print(graph, flush=True)
-    name = NAMES[options.gpus]
+    name = options.name or NAMES[options.gpus]
     write(name, rows)  # not earlier: it opens the GPU, which processes forked from this one could not
     print(results_folder() / f"{name}.json")
 

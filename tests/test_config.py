@@ -134,7 +134,6 @@ def test_overrides(tmp_path: Path) -> None:
                 "supports memory.policy = 'keep', 'recompute', 'stash' with": with_key(
                     "memory", graph=True, policy="offload"
                 ),
-                "has one for all": with_key("data", packing="documents") | {"memory": {"graph": True}},
             }.items()
         ),
         (PIPELINE | {"memory": {"policy": "auto", "budget": "1GiB"}}, ["memory.policy = auto", "keep", "'stash'"]),

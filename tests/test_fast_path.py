@@ -76,7 +76,7 @@ TABLE: list[tuple[dict[str, dict[str, Any]], Facts, tuple[bool, bool, bool, floa
     ({"memory": {"policy": "recompute"}}, TWO, CAPTURED, "fast path: one CUDA graph"),
     ({"memory": {"policy": "recompute", "recompute": "full"}}, TWO, ROOMY, "memory.recompute = 'full' did not run in a graph"),
     ({"parallel": PP, "memory": {"policy": {"*.mlp.experts": "stash"}}}, TWO, HOST, "memory.policy with 'stash'"),
-    ({"data": {"packing": "documents"}}, TWO, HOST, "data.packing"),
+    ({"data": {"packing": "documents"}}, TWO, CAPTURED, "fast path: one CUDA graph"),
     ({"memory": {"precision": "fp8"}}, TWO, HOST, "memory.precision = 'fp8' ran in a graph on one GPU only"),
     ({"train": {"microbatch": 16}}, TWO, ROOMY, "one microbatch"),
     # One process.

@@ -4,6 +4,7 @@ import hashlib
 import io
 import json
 import os
+import random
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -131,6 +132,14 @@ def config(folder: Path | str, sizes: dict[str, Any] = MODEL, **changes: dict[st
 def write_text(folder: Path, times: int = 400) -> str:
     (folder / "text.txt").write_text("the water comes unevenly and goes on evenly. " * times)
     return str(folder)
+
+
+def write_documents(folder: Path, longest: int, number: int = 400) -> dict[str, Any]:
+    """Write documents of 4 to `longest` bytes; a section [data] in which they stay apart."""
+    rng = random.Random(0)
+    texts = ("".join(rng.choices("abcdefgh ", k=rng.randint(4, longest))) for _ in range(number))
+    (folder / "text.jsonl").write_text("".join(f'{{"text": "{text}"}}\n' for text in texts))
+    return {"source": "jsonl", "path": f"{folder}/text.jsonl", "packing": "documents"}
 
 
 def word_tokenizer(folder: Path, *words: str) -> Path:

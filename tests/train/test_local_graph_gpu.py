@@ -13,6 +13,7 @@ from tests.train.common import (
     differing,
     figures_of,
     state_of,
+    write_documents,
     write_text,
 )
 
@@ -28,7 +29,13 @@ MEMORY: dict[str, dict[str, Any]] = {
 
 
 def trained(
-    folder: Path, family: str, memory: dict[str, Any], dtypes: dict[str, str], reshard: bool | str, called: bool
+    folder: Path,
+    family: str,
+    memory: dict[str, Any],
+    dtypes: dict[str, str],
+    reshard: bool | str,
+    called: bool,
+    **more: Any,
 ) -> tuple[Any, Any]:
     """State and figures after all steps; `called`: no step is replayed."""
     from forebay.train.trainer import Trainer
@@ -46,6 +53,7 @@ def trained(
         memory={"graph": "auto", **memory},
         parallel={"overlap": "auto", "reshard": reshard, "capacity_factor": "auto"},
         device={"type": "cuda", "threads": 0},
+        **more,
     )
     with Trainer(settings) as trainer:
         if called:
@@ -59,11 +67,11 @@ def trained(
 
 
 def compare(
-    folder: Path, family: str, memory: dict[str, Any], dtypes: dict[str, str], reshard: bool | str = "auto"
+    folder: Path, family: str, memory: dict[str, Any], dtypes: dict[str, str], reshard: bool | str = "auto", **more: Any
 ) -> None:
     write_text(folder, 2000)
     (state, figures), (same_state, same_figures) = (
-        trained(folder, family, memory, dtypes, reshard, called) for called in (True, False)
+        trained(folder, family, memory, dtypes, reshard, called, **more) for called in (True, False)
     )
     assert figures == same_figures and not differing(state, same_state)
 
@@ -86,6 +94,15 @@ def test_replayed_steps_with_every_placement_have_the_bits_of_called_ones(tmp_pa
 @pytest.mark.usefixtures("deterministic")
 def test_replayed_steps_with_a_budget_in_bf16_have_the_bits_of_called_ones(tmp_path: Path) -> None:
     compare(tmp_path, "qwen3_moe", MEMORY["a budget"], {"dtype": "bfloat16"})
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("placed", ["keep", "recompute", "all leaves"])
+def test_replayed_steps_with_documents_apart_have_the_bits_of_called_ones(tmp_path: Path, placed: str) -> None:
+    """Documents of up to 900 bytes and sequences of 2048: each step has other masks."""
+    data = write_documents(tmp_path, 900)
+    compare(tmp_path, "qwen3_moe", MEMORY[placed], MIXED_PRECISION, data=data)
 
 
 @pytest.mark.gpu

@@ -40,6 +40,17 @@ CASES: dict[int, dict[str, Case]] = {
         **{f"{family} in bf16": {"model": {"family": family}} for family in BALANCED},
         **{family: {"model": {"family": family, **MIXED_PRECISION}} for family in GPU_FAMILIES},
         **{name: {"memory": memory, "model": MIXED_PRECISION} for name, memory in GPU_PLACEMENTS.items()},
+        "documents apart": {"data": {"source": "stdlib", "path": "", "packing": "documents"}, "model": MIXED_PRECISION},
+        "experts, documents apart": {
+            "parallel": EXPERTS,
+            "model": {"family": "qwen3_moe"},
+            "data": {"source": "stdlib", "path": "", "packing": "documents"},
+        },
+        "pipelines, documents apart": {
+            "parallel": PIPELINE,
+            "model": {**MIXED_PRECISION, "config": FOUR_LAYERS},
+            "data": {"source": "stdlib", "path": "", "packing": "documents"},
+        },
         "one microbatch": {"train": {"microbatch": 4}, "model": MIXED_PRECISION},
         "replicas": {"parallel": {"replicate": 2}, "model": MIXED_PRECISION},
         "replicas, resharded": {"parallel": {"replicate": 2, "reshard": True}, "model": MIXED_PRECISION},
@@ -90,6 +101,7 @@ def trained(folder: Path, world: int, case: Case, captured: bool, engine: bool) 
         memory={**memory, "graph": engine},
         parallel={**ALONE, **case.get("parallel", {})},
         device={"type": "cuda", "threads": 0},
+        **({"data": case["data"]} if "data" in case else {}),
     )
     with Mesh.open(settings) as mesh, Trainer(settings, mesh) as trainer:
         graph = trainer.cuda_graph

@@ -88,7 +88,7 @@ def _engine_of(c: Config) -> str:
 def _mistakes(c: Config, engine: str) -> Iterator[str]:
     """`c`: with its implied values; `engine`: see `_engine_of`."""
     yield from _model_and_data_mistakes(c)
-    yield from _packing_mistakes(c, engine)
+    yield from _packing_mistakes(c)
     yield from _training_mistakes(c)
     yield from _memory_mistakes(c.memory)
     if c.memory.precision == "fp8" and "bfloat16" not in (c.model.compute, c.model.dtype):
@@ -159,13 +159,9 @@ def _source_mistakes(where: str, source: Data | DataSource) -> Iterator[str]:
         yield f"{where}.path of 'shards' is one folder; for several, give each a table in data.mixture"
 
 
-def _packing_mistakes(c: Config, engine: str) -> Iterator[str]:
+def _packing_mistakes(c: Config) -> Iterator[str]:
     """Where the boundaries of documents would be ignored, there is no packing by documents."""
-    if c.data.packing != "documents":
-        return
-    if engine:
-        yield f"data.packing = 'documents' needs masks of each microbatch, and {engine} has one for all; use 'joined'"
-    if c.model.attention not in ("sdpa", "eager"):
+    if c.data.packing == "documents" and c.model.attention not in ("sdpa", "eager"):
         yield (
             f"data.packing = 'documents' with model.attention = {c.model.attention!r} would let attention cross documents; "
             "valid are 'sdpa' and 'eager'"

@@ -297,8 +297,6 @@ def _model_obstacles(c: Config, facts: Facts) -> Iterator[str]:
         yield f"no model of family {facts.family!r} ran in a graph, only of {', '.join(_FAMILIES)}; {_BESIDE}"
     if (m.experts, m.loss) != ("forebay", "fused") or m.attention not in ("sdpa", "eager"):
         yield "it needs model.experts = 'forebay', model.loss = 'fused' and model.attention = 'sdpa' or 'eager'"
-    if c.data.packing != "joined":
-        yield "data.packing = 'documents' needs masks of each microbatch"
     if c.memory.precision != "exact" and facts.processes > 1:
         yield f"memory.precision = {c.memory.precision!r} ran in a graph on one GPU only"
     if c.parallel.reduce != "step":

@@ -603,9 +603,11 @@ def _notes(config: Config, placed: Collection[str]) -> list[str]:
             "Weight gradients are made before a rank waits for another one, earlier than the schedule has them."
         )
     if config.data.packing == "documents":
+        width = getattr(torch, config.model.compute or config.model.dtype).itemsize
+        whole = "each of a step's microbatches" if config.has_engine else "each layer that does not recompute attention"
         notes.append(
-            "Not counted: the masks of data.packing = 'documents', a byte for each pair of tokens of a sequence, and that "
-            "attention is slower with them."
+            f"Not counted: the masks of data.packing = 'documents', {format_bytes(config.train.sequence**2 * width)} a sequence for "
+            f"{whole}, and that attention is slower with them."
         )
     return notes
 

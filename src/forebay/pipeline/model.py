@@ -1,10 +1,8 @@
 """Cuts a managed Hugging Face causal language model into prologue, layers and epilogue for an engine.
 
 Input: a `*ForCausalLM` under `forebay.manage` with fused loss, or a part of one (`forebay.models.families.keep_part`).
-Output: a `CutModel`, whose parts compute the model's forward with bitwise equal results. The model's own code makes masks
-and rotary tables: its base model runs once per shape with stand-ins for its layers, which record their arguments. So no
-modeling code is repeated here, and details of a family such as sliding windows are its own. `CutModel` owns these masks
-and tables.
+Output: a `CutModel`, whose parts compute the model's forward with bitwise equal results. It owns the masks and rotary tables of
+its layers (`forebay.pipeline.arguments`).
 """
 
 from __future__ import annotations
@@ -15,16 +13,16 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from forebay.kernels.token_rows import add_token_rows
 from forebay.managed import Managed
 from forebay.memory.overrides import is_managed
 from forebay.models.blocks import SublayerForward
-from forebay.models.families import all_layers
 from forebay.models.fused_loss import head_loss
 from forebay.models.linear_cross_entropy import linear_cross_entropy_into
 from forebay.moe.dispatch import Front, TokenDispatcher
+from forebay.pipeline.arguments import LayerArguments
 from forebay.policy import refuse_containers
 
 
@@ -38,11 +36,13 @@ def adds_at_once(tokens: int, vocabulary: int, width: int) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class Microbatch:
-    """ids and labels, [B, S] int64 on the device, labels already shifted; count: what the sum of losses is divided by."""
+    """ids and labels, [B, S] int64 on the device, labels already shifted; count: what the sum of losses is divided by; place: its
+    number in the step where documents are apart, see `CutModel.write_arguments`."""
 
     ids: Tensor
     labels: Tensor
     count: Tensor | int
+    place: int | None = None
 
 
 class CutLayer:
@@ -173,10 +173,8 @@ class CutModel:
         # Trap: transformers' `get_input_embeddings` fails for a part of a model without an embedding.
         self.embedding: Any = None if base.embed_tokens is None else base.get_input_embeddings()
         self.numbers = [int(name) for name, _ in base.layers.named_children()]
-        self._given: list[dict[str, Any]] = []
-        # Only the shape and dtype go into masks and tables. transformers waits for the device to make them, so they are cached.
-        self._by_shape: dict[tuple[torch.Size, torch.dtype], list[dict[str, Any]]] = {}
-        self.layers = [CutLayer(sublayers, partial(self._keywords, i)) for i, sublayers in enumerate(found)]
+        self._arguments = LayerArguments(model, self.numbers)
+        self.layers = [CutLayer(sublayers, partial(self._arguments.of, i)) for i, sublayers in enumerate(found)]
 
     def layer(self, number: int, attention: bool = True, mlp: bool = True) -> CutLayer | AttentionOnly | MlpOnly:
         """Layer `number` of the whole model, or one of its sublayers."""
@@ -193,13 +191,21 @@ class CutModel:
         else:
             anchor = torch.empty(0, device=microbatch.ids.device, requires_grad=True)
             x = _Embed.apply(anchor, self.embedding, microbatch.ids, take)
-        self._select(microbatch.ids, x.dtype)
+        self._select(microbatch, x.dtype)
         return x
 
     def enter(self, microbatch: Microbatch) -> None:
         """Select the masks and tables of this microbatch, before the layers of a part run forward."""
         assert self._dtype is not None, "a part needs the dtype of hidden states"
-        self._select(microbatch.ids, self._dtype)
+        self._select(microbatch, self._dtype)
+
+    def write_arguments(self, place: int, positions: Tensor) -> None:
+        """Make masks and tables of the microbatch `place` of a step, before the step.
+
+        Args:
+            positions: [B, S] int64, which restart at 0 in each document.
+        """
+        self._arguments.write(place, positions, self._dtype or self.embedding.weight.dtype)
 
     def hidden(self, microbatch: Microbatch) -> Tensor:
         """A meta tensor like this microbatch's hidden states, [B, S, H]."""
@@ -249,36 +255,11 @@ class CutModel:
         """The language-model head; None in a part without it."""
         return self._model.lm_head
 
-    def _select(self, ids: Tensor, dtype: torch.dtype) -> None:
-        shape = ids.shape, dtype
-        if shape not in self._by_shape:
-            self._by_shape[shape] = self._keywords_for(ids, dtype)
-        self._given = self._by_shape[shape]
-
-    def _keywords_for(self, ids: Tensor, dtype: torch.dtype) -> list[dict[str, Any]]:
-        """The arguments of each layer besides hidden states, for tokens of this shape."""
-        given: list[dict[str, Any]] = []
-        width = self._model.config.get_text_config().hidden_size
-        # Random hidden states, because a part may have no embedding; from a generator of their own, to leave the run's alone.
-        numbers = torch.Generator(ids.device).manual_seed(0)
-        x = torch.rand(*ids.shape, width, dtype=dtype, device=ids.device, generator=numbers)
-
-        def note(hidden_states: Tensor, keywords: dict[str, Any]) -> None:
-            if not given and not torch.equal(hidden_states, x):
-                raise ValueError(f"{type(self._base).__name__} changes embedded tokens before its first layer")
-            given.append(keywords)
-
-        real = self._base.layers
-        self._base.layers = nn.ModuleList(_StandIn(layer, note) for layer in all_layers(self._model))
-        try:
-            with torch.no_grad():
-                self._base(inputs_embeds=x, use_cache=False)
-        finally:
-            self._base.layers = real
-        return [given[number] for number in self.numbers]
-
-    def _keywords(self, index: int) -> dict[str, Any]:
-        return self._given[index]
+    def _select(self, microbatch: Microbatch, dtype: torch.dtype) -> None:
+        if microbatch.place is None:
+            self._arguments.select(microbatch.ids, dtype)
+        else:
+            self._arguments.select_place(microbatch.place)
 
 
 class _Embed(torch.autograd.Function):
@@ -300,19 +281,3 @@ class _Embed(torch.autograd.Function):
 def _add_rows(total: Tensor, ids: Tensor, gradient: Tensor) -> None:
     """Add gradient [B, S, H] to the rows of `total` [V, H] fp32 that ids [B, S] name."""
     add_token_rows(total, ids.reshape(-1), gradient.reshape(-1, gradient.shape[-1]))
-
-
-class _StandIn(nn.Module):
-    """Takes a layer's place while the base model makes masks and tables; returns the hidden states unchanged."""
-
-    def __init__(self, layer: nn.Module, note: Callable[[Tensor, dict[str, Any]], None]):
-        super().__init__()
-        # Not as module attributes: the layer must not become a child.
-        self.__dict__["_layer"], self.__dict__["_note"] = layer, note
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.__dict__["_layer"], name)
-
-    def forward(self, hidden_states: Tensor, **keywords: Any) -> Tensor:
-        self.__dict__["_note"](hidden_states, keywords)
-        return hidden_states

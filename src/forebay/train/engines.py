@@ -109,11 +109,14 @@ class GradientEngine:
         self._deferred = DeferredExperts(parts.model)
         self._deferred.store.sums = self._unsharded.expert_sum
 
-    def __call__(self, microbatches: Microbatches, count: Tensor | int, parts: int) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, microbatches: Sequence[tuple[Tensor, ...]], count: Tensor | int, parts: int
+    ) -> tuple[Tensor, Tensor]:
         """Add the gradients of a step to the parameters'. With a CUDA graph, set gradients to None before each step.
 
         Args:
-            microbatches: ids and labels [B, S] each; labels are shifted. The same on all ranks of a pipeline.
+            microbatches: ids and labels [B, S] each, labels shifted, and positions [B, S] where documents are apart. The same on
+                all ranks of a pipeline.
             count: targets of the step over all processes that share the batch; losses are divided by it.
             parts: microbatches of the step over these processes; the load balance is divided by it.
 
@@ -127,7 +130,7 @@ class GradientEngine:
             self._balance.parts = parts
         graph = self.cuda_graph
         run: Any = self._run if graph is None or self.watcher is not None else graph
-        step = partial(self._with_gathered, run, microbatches, count)
+        step = partial(self._with_gathered, run, self._tokens(microbatches), count)
         losses, imbalance = self._on_stream(step)
         return losses, imbalance
 
@@ -190,13 +193,24 @@ class GradientEngine:
 
     def _run(self, microbatches: Microbatches, count: Tensor | int) -> tuple[Tensor, Tensor]:
         """The part of a step that may be captured: it does not synchronize with the device or with other processes' hosts."""
-        work = [Microbatch(ids, labels, count) for ids, labels in microbatches]
+        work = self._work(microbatches, count)
         self._begin(sum(ids.numel() for ids, _ in microbatches))
         with nullcontext() if self._router is None else self._router.counting():
             losses = self._runtime.run(work, self._cut.hidden, watcher=self.watcher)
         self._unsharded.end(count)
         imbalance = self._finish()
         return losses.sum() if losses is not None else torch.zeros((), device=self._device), imbalance
+
+    def _tokens(self, microbatches: Sequence[tuple[Tensor, ...]]) -> list[tuple[Tensor, Tensor]]:
+        """Ids and labels; what positions become is written to the memory that the step reads."""
+        for place, (_, _, *positions) in enumerate(microbatches):
+            for of_tokens in positions:
+                self._cut.write_arguments(place, of_tokens)
+        return [(ids, labels) for ids, labels, *_ in microbatches]
+
+    def _work(self, microbatches: Microbatches, count: Tensor | int) -> list[Microbatch]:
+        apart = self._parts.config.data.packing == "documents"
+        return [Microbatch(*tokens, count, place if apart else None) for place, tokens in enumerate(microbatches)]
 
     def _begin(self, tokens: int) -> None:
         """See `UnshardedStep.begin`."""
@@ -256,7 +270,7 @@ class LocalGradients(GradientEngine):
     """
 
     def __init__(self, parts: EngineParts):
-        cut = CutModel(parts.model, parts.memory)
+        cut = CutModel(parts.model, parts.memory, _dtype(parts.config))
         super().__init__(parts, cut)
         if parts.router is not None:
             self._balance = LocalBalance(balance_loss, parts.balance, self._device)
@@ -340,9 +354,7 @@ class PipelinedGradients(GradientEngine):
     def __init__(self, parts: EngineParts, plan: PipelinePlan, partition: Partition, experts: int):
         config, mesh, memory = parts.config, parts.mesh, parts.memory
         assert mesh.pipeline is not None
-        super().__init__(
-            parts, CutModel(parts.model, memory, getattr(torch, config.model.compute or config.model.dtype))
-        )
+        super().__init__(parts, CutModel(parts.model, memory, _dtype(config)))
         self.plan, self.partition = plan, partition
         self._rank, self._memory = mesh.pp_rank, memory
         if experts:
@@ -355,7 +367,9 @@ class PipelinedGradients(GradientEngine):
         self._forward_runtime: PipelineRuntime | None = None
         self._capture()
 
-    def __call__(self, microbatches: Microbatches, count: Tensor | int, parts: int) -> tuple[Tensor, Tensor]:
+    def __call__(
+        self, microbatches: Sequence[tuple[Tensor, ...]], count: Tensor | int, parts: int
+    ) -> tuple[Tensor, Tensor]:
         """See `GradientEngine`."""
         with self._limited():
             return super().__call__(microbatches, count, parts)
@@ -378,7 +392,7 @@ class PipelinedGradients(GradientEngine):
         return self._links.about
 
     @torch.no_grad()
-    def evaluate(self, microbatches: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
+    def evaluate(self, microbatches: Sequence[tuple[Tensor, ...]]) -> Tensor:
         """The sum of the cross entropies of all targets, fp32; 0 on ranks without the last stage.
 
         It takes as many microbatches as a step has. The caller gives gathered parameters back.
@@ -386,7 +400,7 @@ class PipelinedGradients(GradientEngine):
         if self._forward_runtime is None:
             self._forward_runtime = self._runtime_of(forward_plan(self.plan))
         self._unsharded.gather()
-        work = [Microbatch(ids, labels, 1) for ids, labels in microbatches]
+        work = self._work(self._tokens(microbatches), 1)
         with self._limited():
             losses = self._forward_runtime.run(work, self._cut.hidden)
         if self._balance is not None:
@@ -447,6 +461,12 @@ class PipelinedGradients(GradientEngine):
             weights=self._deferred.store,
             idle=self._memory.manager.idle,
         )
+
+
+def _dtype(config: Config) -> torch.dtype:
+    """Of hidden states."""
+    found: torch.dtype = getattr(torch, config.model.compute or config.model.dtype)
+    return found
 
 
 def _backward_order(plan: PipelinePlan, rank: int, regions: Mapping[int, Sequence[str]]) -> list[tuple[str, int]]:

@@ -1,0 +1,150 @@
+"""The arguments of decoder layers besides hidden states: masks, rotary tables, positions.
+
+Input: a Hugging Face causal language model, or a part of one, and a microbatch's tokens. Output: for each layer what its model
+would give it. The model's own code makes them: its base model runs with stand-ins for its layers, which record their arguments.
+So no modeling code is repeated here, and details of a family such as sliding windows are its own. Where documents are joined,
+they depend on the shape alone and are made once. Where documents are apart, each microbatch of a step has its own, and each
+step writes them to the same memory, where a CUDA graph reads them. `LayerArguments` owns that memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+from transformers import masking_utils
+
+from forebay.models.families import all_layers
+
+
+class LayerArguments:
+    """The arguments of the layers of `model` that have these `numbers`."""
+
+    def __init__(self, model: Any, numbers: Sequence[int]):
+        self._model, self._numbers = model, numbers
+        self._base = getattr(model, model.base_model_prefix)
+        self._given: list[dict[str, Any]] = []
+        # Only the shape and dtype go into masks and tables. transformers waits for the device to make them, so they are cached.
+        self._by_shape: dict[tuple[torch.Size, torch.dtype], list[dict[str, Any]]] = {}
+        self._by_place: dict[int, tuple[torch.Size, list[dict[str, Any]]]] = {}
+
+    def of(self, index: int) -> dict[str, Any]:
+        """The keywords of a layer, by its index in `numbers`, for the selected tokens."""
+        return self._given[index]
+
+    def select(self, ids: Tensor, dtype: torch.dtype) -> None:
+        """Select those for joined documents: ids [B, S], hidden states of `dtype`."""
+        shape = ids.shape, dtype
+        if shape not in self._by_shape:
+            self._by_shape[shape] = self._made(ids, dtype, None)
+        self._given = self._by_shape[shape]
+
+    def select_place(self, place: int) -> None:
+        """Select those that `write` made last for the microbatch `place` of a step."""
+        self._given = self._by_place[place][1]
+
+    def write(self, place: int, positions: Tensor, dtype: torch.dtype) -> None:
+        """Make those of the microbatch `place` of a step. The host does not wait for the device, but for the first ones.
+
+        Args:
+            positions: [B, S] int64, which restart at 0 in each document.
+            dtype: of hidden states.
+        """
+        shape, held = self._by_place.get(place, (None, []))
+        if shape != positions.shape:
+            made = self._made(positions, dtype, positions)
+            self._by_place[place] = positions.shape, tree_map_only(Tensor, _Copies(dtype), made)
+            return
+        made = self._made(positions, dtype, positions, checks=False)
+        written = set()
+        for to, of in zip(tree_leaves(held), tree_leaves(made), strict=True):
+            if isinstance(to, Tensor) and id(to) not in written:
+                written.add(id(to))
+                to.copy_(_bias(of, dtype))
+
+    def _made(
+        self, tokens: Tensor, dtype: torch.dtype, positions: Tensor | None, checks: bool = True
+    ) -> list[dict[str, Any]]:
+        """What the base model gives its layers.
+
+        Args:
+            tokens: [B, S] like the tokens.
+            checks: raise ValueError if the layers' input is not the embedded tokens. The host waits for the device.
+        """
+        given: list[dict[str, Any]] = []
+        size = *tokens.shape, self._model.config.get_text_config().hidden_size
+        if checks:
+            # Random hidden states, because a part may have no embedding; from a generator of their own, to leave the run's alone.
+            numbers = torch.Generator(tokens.device).manual_seed(0)
+            x = torch.rand(size, dtype=dtype, device=tokens.device, generator=numbers)
+        else:
+            x = torch.zeros((), dtype=dtype, device=tokens.device).expand(size)
+
+        def note(hidden_states: Tensor, keywords: dict[str, Any]) -> None:
+            if checks and not given and not torch.equal(hidden_states, x):
+                raise ValueError(f"{type(self._base).__name__} changes embedded tokens before its first layer")
+            given.append(keywords)
+
+        layers, norm = self._base.layers, self._base.norm
+        self._base.layers = nn.ModuleList(_StandIn(layer, note) for layer in all_layers(self._model))
+        if positions is not None:
+            self._base.norm = nn.Identity()  # its weight is sharded between steps
+        # transformers leaves out the mask of a batch in which no document begins, and asks the device for that. Replays of a
+        # graph need the same tensors in every step.
+        always = patch.object(masking_utils, "find_packed_sequence_indices", _documents_of)
+        try:
+            with torch.no_grad(), nullcontext() if positions is None else always:
+                self._base(inputs_embeds=x, position_ids=positions, use_cache=False)
+        finally:
+            self._base.layers, self._base.norm = layers, norm
+        return [given[number] for number in self._numbers]
+
+
+class _Copies:
+    """Copies tensors to contiguous memory, each once, masks as biases of `dtype`."""
+
+    def __init__(self, dtype: torch.dtype):
+        self._dtype = dtype
+        self._copies: dict[int, tuple[Tensor, Tensor]] = {}  # with what was copied, whose id no other gets meanwhile
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        if id(tensor) not in self._copies:
+            copy = _bias(tensor, self._dtype).clone(memory_format=torch.contiguous_format)
+            self._copies[id(tensor)] = tensor, copy
+        return self._copies[id(tensor)][1]
+
+
+def _bias(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask [B, 1, S, S] bool as what is added to scores; anything else as it is.
+
+    torch's attention makes one of its own for each layer otherwise, and saves each for backward: 2 S^2 bytes a sequence in bf16.
+    """
+    if tensor.dtype != torch.bool or tensor.ndim != 4:
+        return tensor
+    return torch.zeros(tensor.shape, dtype=dtype, device=tensor.device).masked_fill_(~tensor, float("-inf"))
+
+
+def _documents_of(positions: Tensor) -> Tensor:
+    """The number, within its row, of each token's document, [B, S]."""
+    return (positions.diff(prepend=positions[:, :1] - 1) != 1).cumsum(-1)
+
+
+class _StandIn(nn.Module):
+    """Takes a layer's place while the base model makes masks and tables; returns the hidden states unchanged."""
+
+    def __init__(self, layer: nn.Module, note: Callable[[Tensor, dict[str, Any]], None]):
+        super().__init__()
+        # Not as module attributes: the layer must not become a child.
+        self.__dict__["_layer"], self.__dict__["_note"] = layer, note
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_layer"], name)
+
+    def forward(self, hidden_states: Tensor, **keywords: Any) -> Tensor:
+        self.__dict__["_note"](hidden_states, keywords)
+        return hidden_states

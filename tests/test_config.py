@@ -69,6 +69,7 @@ def test_overrides(tmp_path: Path) -> None:
         (with_key("train", steps=True), ["train.steps", "a whole number"]),
         (with_key("train", steps=0), ["train.steps", "at least 1"]),
         (with_key("optimizer", lr=float("nan")), ["optimizer.lr", "a number"]),
+        (with_key("optimizer", lr=10**400), ["optimizer.lr", "a number"]),
         (with_key("optimizer", betas=[0.9]), ["optimizer.betas", "a list of 2 numbers"]),
         (with_key("optimizer", betas=[0.9, 1.0]), ["optimizer.betas", "[0, 1)"]),
         (with_key("memory", offload="fitt"), ["memory.offload", "nearest valid value is 'fit'", "fit, all"]),

@@ -547,8 +547,9 @@ def _guard_cache(model: PreTrainedModel) -> Callable[[], None]:
     """Make no KV cache in training, if the forward of `model` decides on it.
 
     Transformers makes one in training too unless told otherwise, and a layer with a cache runs unmanaged. In a model of images
-    and text the language model inside decides.
+    and text the language model inside decides. Some train in `eval()`, so gradients decide there; who decodes is told once.
     """
+    warned = False
     names = list(inspect.signature(type(model).forward).parameters)[1:]
     if "use_cache" not in names:
         return lambda: None
@@ -556,9 +557,19 @@ def _guard_cache(model: PreTrainedModel) -> Callable[[], None]:
 
     def around(inner: InnerForward) -> ForwardFn:
         def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+            nonlocal warned
             trains = self.training or torch.is_grad_enabled()
             if trains and len(args) <= position and kwargs.get("use_cache") is None:
                 kwargs["use_cache"] = False
+                if not (self.training or warned or kwargs.get("labels") is not None) and getattr(
+                    self.config, "use_cache", False
+                ):
+                    warned = True
+                    warnings.warn(
+                        "a managed model makes no KV cache while gradients are enabled: to decode, use torch.no_grad(), or pass "
+                        "use_cache=True",
+                        stacklevel=2,
+                    )
             return inner(*args, **kwargs)
 
         return run

@@ -1,4 +1,4 @@
-"""add_rows_by_rows: Triton against the plain form, and both against fp64."""
+"""add_rows_by_rows: Triton against the plain form, and both against fp64. The layout of the others' results."""
 
 from itertools import pairwise
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from forebay.kernels.grouped import add_rows_by_rows
+from forebay.kernels.grouped import add_rows_by_rows, rows_by_matrix, rows_by_rows
 from tests.kernels.common import DEVICE, PRODUCT_DTYPES, offsets
 
 
@@ -63,7 +63,10 @@ def test_columns_that_alternate_between_two_halves(m: int, backend: str) -> None
     add_rows_by_rows(alternating, left, right, offs, alternating=True, backend=backend)  # type: ignore[arg-type]
     left = torch.cat((left[:, ::2], left[:, 1::2]), 1)
     add_rows_by_rows(halves, left, right, offs, backend=backend)  # type: ignore[arg-type]
-    assert torch.equal(alternating, halves)
+    if torch.device(DEVICE).type == "cuda" or backend == "reference":
+        assert torch.equal(alternating, halves)
+    else:  # Triton's interpreter multiplies with NumPy, whose sums depend on a row's place in its block on some CPUs
+        torch.testing.assert_close(alternating, halves, rtol=1e-5, atol=1e-5)
 
 
 def test_neighbors_rows_do_not_leak_in() -> None:
@@ -95,6 +98,20 @@ def test_the_same_bits_every_time() -> None:
     for total in totals:
         add_rows_by_rows(total, left, right, offs, backend="triton")
     assert torch.equal(totals[0], totals[1]) and torch.equal(totals[0], totals[2])
+
+
+@pytest.mark.parametrize(("dtype", "width"), [(torch.float32, 14), (torch.bfloat16, 12), (torch.bfloat16, 16)])
+def test_results_are_contiguous(dtype: torch.dtype, width: int) -> None:
+    """Also of rows that are no multiple of 16 bytes, which `F.grouped_mm` pads."""
+    offs = offsets((5, 0, 6))
+    rows, weights = torch.randn(11, 16, device=DEVICE).to(dtype), torch.randn(3, width, 16, device=DEVICE).to(dtype)
+    right = torch.randn(11, 16, device=DEVICE).to(dtype)[:, :width]
+    got = rows_by_matrix(rows, weights.transpose(1, 2), offs), rows_by_rows(rows, right, offs)
+    assert all(t.is_contiguous() for t in got)
+    products = [rows[a:b].double() @ weights[e].double().T for e, (a, b) in enumerate(((0, 5), (5, 5), (5, 11)))]
+    for found, want in zip(got, (torch.cat(products), exact(rows, right, offs)), strict=True):
+        tolerance = {"rtol": 1e-2, "atol": 1e-2} if dtype is torch.bfloat16 else {"rtol": 1e-5, "atol": 1e-5}
+        torch.testing.assert_close(found.double(), want, **tolerance)
 
 
 def test_refusals() -> None:

@@ -149,6 +149,14 @@ def test_slurm_options(write: Write, tmp_path: Path) -> None:
     assert "gpus-per-node" not in write("slurm", "--set", "device.type=cpu")
 
 
+def test_names_without_an_ascii_letter_are_not_one(write: Write, tmp_path: Path) -> None:
+    names = []
+    for stem in ("\u65e5\u672c", "\u4e2d\u56fd"):
+        (tmp_path / f"{stem}.toml").write_text(TOML)
+        names.append(yaml.safe_load(write("skypilot", source=tmp_path / f"{stem}.toml"))["name"])
+    assert names == ["forebay-u65e5-u672c", "forebay-u4e2d-u56fd"]
+
+
 def test_slurm_requeues_a_run_that_was_preempted_and_not_cancelled(write: Write, tmp_path: Path) -> None:
     text = write("slurm")
     program(tmp_path, "scontrol", 'echo "$@" >> scontrol')

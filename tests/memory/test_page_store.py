@@ -165,16 +165,21 @@ def test_after_a_step_that_spilled_the_device_pages_go_out_first_again() -> None
     assert sorted(ticket.tables[0].pages.tolist()) == [0, 1, 2, 3]
 
 
-def test_a_layer_without_room_gets_nothing_says_so_and_harms_no_other(new: NewStore) -> None:
+def test_a_captured_layer_without_room_gets_nothing_says_so_and_harms_no_other(
+    new: NewStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = new((10, 0), device_budget=20 * PAGE)
     flag = store.missing_flag()
     ticket = put(store, fits := (wide(10, store.device), 7))
     assert int(flag) == 0
-    lost = put(store, (wide(2, store.device), 2), (wide(4, store.device), 4))
-    assert int(flag) == 3 and all(bool((table.pages == -1).all()) for table in lost.tables), "all or none"
-    small = put(store, third := (wide(3, store.device), 3))
-    assert int(flag) == 3 and fetched(store, ticket, fits) and fetched(store, small, third), "later ones may fit"
-    del ticket, lost, small
+    with monkeypatch.context() as patch:
+        patch.setattr(store, "_is_capturing", lambda _: True)
+        lost = put(store, (wide(2, store.device), 2), (wide(4, store.device), 4))
+        assert int(flag) == 3 and all(bool((table.pages == -1).all()) for table in lost.tables), "all or none"
+        small = put(store, third := (wide(3, store.device), 3))
+        assert int(flag) == 3 and fetched(store, ticket, fits) and fetched(store, small, third), "later ones may fit"
+        del lost, small
+    del ticket
     assert whole(store)
     with store.exactly():  # the step again
         tickets = [put(store, fits), put(store, third), put(store, third), put(store, third)]
@@ -183,6 +188,18 @@ def test_a_layer_without_room_gets_nothing_says_so_and_harms_no_other(new: NewSt
     report = store.end_step()
     assert report.bytes_out == 16 * PAGE and report.resized and int(store.missing_flag()) == 0
     assert store.device_pages == 17, "what the exact step had out at once, and a margin"
+
+
+def test_a_layer_that_might_find_no_room_gets_pages_of_its_own(new: NewStore) -> None:
+    """A longer sequence than in earlier steps, or another forward before the first one's backward."""
+    store = new((10, 0), device_budget=20 * PAGE)
+    first = put(store, a := (wide(7, store.device), 7))
+    second = put(store, b := (wide(4, store.device), 1))  # 3 pages are free, and it could need 4
+    third = put(store, c := (wide(3, store.device), 3))
+    assert store.device_bytes == 11 * PAGE and int(store.missing_flag()) == 0
+    assert fetched(store, first, a) and fetched(store, second, b) and fetched(store, third, c)
+    del first, second, third
+    assert whole(store) and store.end_step().resized and store.device_pages + store.host_pages == 14
 
 
 def test_the_device_part_grows_after_a_step_that_spilled_and_the_host_memory_is_kept() -> None:

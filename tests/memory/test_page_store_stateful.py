@@ -1,8 +1,8 @@
 """PageStore against a model of it: 10,000 random puts, fetches, releases, step ends and resizes, in any order.
 
 The model knows what each live ticket must give back and which pages it has. After each step no page belongs to two tickets, the
-bytes are those that were put, and the device's counts (pages out, missing, most) are the model's. When all tickets are dead every
-page is free, once.
+bytes are those that were put, the device's counts (pages out, most) are the model's, and none is missing. When all tickets are
+dead every page is free, once.
 """
 
 from collections import Counter
@@ -27,7 +27,7 @@ KINDS = (
     (512, torch.int64), (77, torch.uint8), (1, torch.uint8), (170, torch.bfloat16),
 )  # fmt: skip
 OFTEN = {
-    "put": 1000, "put exactly": 200, "put exactly, some on the host": 20, "put, too few pages": 20,
+    "put": 1000, "put exactly": 200, "put exactly, some on the host": 20, "put, too many for the arena": 20,
     "put across device and host": 50, "fetch": 1000, "fetch of an older arena": 20, "release": 1000,
     "grown by a step's end": 5, "step's end that had spilled": 20, "resize with tickets alive": 10,
 }  # fmt: skip
@@ -38,7 +38,7 @@ class Account:
 
     def __init__(self, device_pages: int, pages: int):
         self.device_pages, self.pages = device_pages, pages
-        self.out = self.short = self.most = 0
+        self.out = self.most = 0
 
 
 class Put(NamedTuple):
@@ -48,7 +48,6 @@ class Put(NamedTuple):
     saved: list[tuple[Tensor, int]]  # bytes [rows, row_bytes], live
     pages: list[int]
     bound: int
-    lost: bool
     account: Account | None
     own: tuple[int, int]  # pages of its own, on the device and on the host
 
@@ -79,34 +78,34 @@ class Model:
             wanted.append(PagedRows(count, rows, row_bytes))
             needs.append(-(-saved[-1][1] // fit))
             bound += -(-rows // fit)
+        shared = sum(p.bound for p in self.puts if p.account is self.account)
+        outgrown = self.account is not None and shared + bound > self.account.pages
+        self.happened["put, too many for the arena"] += outgrown and not exact
         if exact:
             with store.exactly():
                 ticket = store.take(wanted)
         else:
             ticket = store.take(wanted)
+        exact |= outgrown
         stash([b.view(t) for (b, _), t in zip(saved, dtypes, strict=True)], ticket.tables, backend=store.backend)
-        need, lost, own, account = sum(needs), False, (0, 0), None
+        need, own, account = sum(needs), (0, 0), None
         if exact:
             own = self.expect_own_pages(ticket, need)
         else:
             assert self.account is not None
             account = self.account
             account.most = max(account.most, account.out + need)
-            missing = account.out + need - account.pages
-            account.short = max(account.short, missing)
-            lost = missing > 0
-            account.out += 0 if lost else need
-            self.happened["put, too few pages" if lost else "put"] += 1
+            account.out += need
+            self.happened["put"] += 1
         tables = [table.pages.tolist() for table in ticket.tables]
         for table, n in zip(tables, needs, strict=True):
-            n = 0 if lost else n
             assert all(page >= 0 for page in table[:n]) and all(page == -1 for page in table[n:])
         pages = [page for table in tables for page in table if page >= 0]
         if account is not None:
             on_host = sum(page >= account.device_pages for page in pages)
             self.happened["put across device and host"] += 0 < on_host < len(pages)
             assert all(page < account.pages for page in pages)
-        self.puts.append(Put(ticket, saved, pages, bound, lost, account, own))
+        self.puts.append(Put(ticket, saved, pages, bound, account, own))
         self.worst = max(self.worst, sum(p.bound for p in self.puts))
         self.own_most = max(self.own_most, self.own_pages())
 
@@ -136,7 +135,7 @@ class Model:
         outs = [torch.full_like(b, 0x5A) for b, _ in put.saved]
         restore(put.ticket.tables, outs, backend=self.store.backend)
         for out, (b, live) in zip(outs, put.saved, strict=True):
-            assert torch.equal(out[:live], torch.zeros_like(b[:live]) if put.lost else b[:live])
+            assert torch.equal(out[:live], b[:live])
             assert bool((out[live:] == 0x5A).all()), "rows after the live ones are not the store's"
         self.happened["fetch"] += 1
         self.happened["fetch of an older arena"] += put.account is not None and put.account is not self.account
@@ -172,7 +171,7 @@ class Model:
             self.account = Account(device, device + host)
             self.happened["grown by a step's end"] += 1
         elif account is not None:
-            account.short, account.most = 0, account.out
+            account.most = account.out
         self.own_most = self.own_pages()
         self.happened["step's end that had spilled"] += spilled
 
@@ -198,8 +197,7 @@ class Model:
             assert store._memory is not None
             head, tail, short, most = store._memory.free.state.tolist()
             out = head + self.account.pages - tail
-            assert (out, short, most) == (self.account.out, self.account.short, self.account.most)
-            assert int(store.missing_flag()) == self.account.short
+            assert (out, short, most) == (self.account.out, 0, self.account.most)
             assert out == sum(len(p.pages) for p in self.puts if p.account is self.account)
 
 

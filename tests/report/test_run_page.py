@@ -78,6 +78,11 @@ def test_a_folder_as_it_is_read(tmp_path: Path) -> None:
     assert [s["step"] for s in found.steps] == [1, 2, 3, 4, 5] and found.validations == [(4, 5.5)]
 
 
+STEP = '{"step": 1, "cross_entropy_loss": 2.0, "seconds": 1, "tokens_per_second": 5%s}\n'
+HEALTH = '{"step": 1, "busy_seconds_by_process": [1.5]%s}\n'
+LOAD = ', "peak_bytes_by_process": [9], "expert_load_by_expert/layer_0": [3, 1]'
+
+
 @pytest.mark.parametrize(
     ("name", "text", "error", "message"),
     [
@@ -86,9 +91,22 @@ def test_a_folder_as_it_is_read(tmp_path: Path) -> None:
         ("run.json", '{"config": {"nothing": {}}}', UsageError, "unknown section"),
         ("metrics.jsonl", '{"step": 1\n{"step": 2}\n', RunError, "metrics.jsonl is damaged in line 1"),
         ("metrics.jsonl", "7\n", RunError, "metrics.jsonl is damaged in line 1"),
-        ("result.json", "7", RunError, "is damaged"),
-        ("pipeline.json", '{"traceEvents": [{}]}', RunError, "is damaged"),
+        ("metrics.jsonl", STEP % "", RunError, "line 1: peak_bytes_by_rank is missing, or is not a list of numbers"),
+        ("metrics.jsonl", STEP % ', "peak_bytes_by_rank": [null]', RunError, "line 1: peak_bytes_by_rank is missing"),
+        (
+            "metrics.jsonl",
+            '{"step": null, "validation_loss": 1}\n',
+            RunError,
+            "line 1: step is missing, or is not a num",
+        ),
+        ("metrics.jsonl", HEALTH % "", RunError, "line 1: peak_bytes_by_process is missing, or is not a list"),
+        ("metrics.jsonl", HEALTH % LOAD, RunError, "line 1: expert_load_max_over_mean/layer_0 is missing"),
+        ("result.json", "7", RunError, "result.json is damaged"),
+        ("result.json", '{"ranks": [{}]}', RunError, "result.json is damaged: it is not what"),
+        ("pipeline.json", '{"traceEvents": [{}]}', RunError, "pipeline.json is damaged"),
         ("profile.json", "{", RunError, "profile.json is damaged"),
+        ("profile.json", '{"activation_bytes": 1}', RunError, "profile.json is damaged: it is not what"),
+        ("profile.json", '[{"rank": 0}]', RunError, "profile.json is damaged: it is not what"),
     ],
 )
 def test_damaged_files(tmp_path: Path, name: str, text: str, error: type[Exception], message: str) -> None:

@@ -671,6 +671,92 @@ def test_layers_that_share_an_attention(policy: Any) -> None:
     assert len(found) == len(wanted) and all(map(torch.equal, found, wanted))
 
 
+# --- stashed experts without a trainer --------------------------------------------------------------------------------
+
+
+def stashed(steps: list[list[tuple[int, int]]], policy: dict[str, str], probes: bool = False) -> list[list[Tensor]]:
+    """Gradients of steps, each of one or several forwards of (rows, length) before their backwards.
+
+    Args:
+        probes: ask for the gradient of embedded tokens before each step, which is nobody else's.
+    """
+    model = tiny(moe_intermediate_size=512)
+    memory = forebay.manage(model, policy, dispatcher=LocalDispatcher(4), min_bytes=1)
+    found = []
+    for number, shapes in enumerate(steps):
+        generator = torch.Generator().manual_seed(number)
+        if probes:
+            embedded = model.get_input_embeddings()(batch(7)).detach().requires_grad_()
+            torch.autograd.grad(model(inputs_embeds=embedded, labels=batch(7)).loss, embedded)
+        losses = [loss_of(model, torch.randint(1, VOCABULARY, shape, generator=generator)) for shape in shapes]
+        for loss in losses:
+            loss.backward()
+        if memory.pages is not None:
+            memory.pages.end_step()
+        found.append([p.grad for p in model.parameters()])
+        model.zero_grad(set_to_none=True)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("steps", "probes"),
+    [
+        ([[(2, 12)], [(2, 12)], [(4, 100)], [(4, 100)]], False),
+        ([[(2, 12)], [(2, 12)], 3 * [(2, 12)], 3 * [(2, 12)]], False),
+        ([[(2, 12)], [(2, 12)]], True),
+    ],
+    ids=["longer", "more forwards before their backwards", "a gradient of inputs alone between steps"],
+)
+def test_stashed_experts_have_the_gradients_of_kept_ones(steps: list[list[tuple[int, int]]], probes: bool) -> None:
+    wanted = stashed(steps, {"*.mlp.experts": "keep"}, probes)
+    found = stashed(steps, {"*.mlp.experts": "stash"}, probes)
+    assert all(all(map(torch.equal, *pair)) for pair in zip(found, wanted, strict=True))
+
+
+def test_gradients_of_stashed_experts_can_be_asked_for() -> None:
+    def asked(policy: str) -> tuple[Tensor, ...]:
+        model = tiny()
+        forebay.manage(model, {"*.mlp.experts": policy}, dispatcher=LocalDispatcher(4), min_bytes=1)
+        found = torch.autograd.grad(loss_of(model, batch(0)), list(model.parameters()))
+        assert all(p.grad is None for p in model.parameters())
+        return found
+
+    assert all(map(torch.equal, asked("stash"), asked("keep")))
+
+
+def test_who_decodes_with_gradients_is_told_that_there_is_no_cache() -> None:
+    model = tiny(use_cache=True).eval()
+    forebay.manage(model, "offload", **THEIRS)
+    ids = batch(0)
+    with pytest.warns(UserWarning, match=r"no KV cache while gradients are enabled: .* pass use_cache=True"):
+        assert model(input_ids=ids[:, :6]).past_key_values is None
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(input_ids=ids[:, :6])
+        loss_of(model, ids)
+        with torch.no_grad():
+            assert model(input_ids=ids[:, :6]).past_key_values is not None
+
+
+class Nested(nn.Module):
+    """Rows of several lengths as a nested tensor within a region."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = torch.nested.as_nested_tensor([x[:2], x[2:]])
+        return x + torch.nested.to_padded_tensor(self.linear(self.linear(rows).relu()), 0.0).sum((0, 1))
+
+
+def test_a_region_with_nested_tensors_is_offloaded() -> None:
+    plain, managed = net(Nested(), Nested()), net(Nested(), Nested())
+    forebay.manage(managed, "offload", offload="all", min_bytes=1)
+    for seed in range(3):
+        assert all(map(torch.equal, step(managed, seed), step(plain, seed)))
+
+
 # --- settings of the whole process ------------------------------------------------------------------------------------
 
 

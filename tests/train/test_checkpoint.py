@@ -166,6 +166,9 @@ def damage_flip(path: Path) -> None:
         (lambda p: (p / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
         (lambda p: (p / "trainer.json").write_text("{"), "trainer.json has 1 bytes"),
         (lambda p: (p / "manifest.json").write_text("{"), "manifest.json is missing or unreadable"),
+        (lambda p: (p / "manifest.json").write_text("[]"), "manifest.json is missing or unreadable"),
+        (lambda p: (p / "manifest.json").write_text('{"files": []}'), "manifest.json is missing or unreadable"),
+        (lambda p: (p / "manifest.json").write_text('{"files": {"a": 5}}'), "manifest.json is missing or unreadable"),
         (lambda p: (p / "manifest.json").unlink(), "manifest.json is missing or unreadable"),
     ],
 )

@@ -211,6 +211,14 @@ def test_bad_sections(section: dict[str, Any], message: str) -> None:
         from_mapping({"model": {"family": "qwen3_moe"}, "data": section})
 
 
+@pytest.mark.parametrize("name", ["../escaped", "..", ".", "", "a/b", "/a", "a\0"])
+def test_a_name_in_a_mixture_is_one_of_a_folder(tmp_path: Path, name: str) -> None:
+    data = Data(mixture={name: DataSource(path=str(tmp_path / "a.txt"))})
+    with pytest.raises(UsageError, match=r"data\.mixture has the name .*valid are names of a folder"):
+        prepare(data, Train(), tmp_path / "out", print)
+    assert not list(tmp_path.iterdir())
+
+
 def test_packing_where_boundaries_would_be_ignored() -> None:
     model = {"family": "qwen3_moe", "attention": "flash_attention_2"}
     with pytest.raises(UsageError, match=r"would let attention cross documents"):
@@ -234,6 +242,34 @@ def test_prepare_writes_shards_that_a_run_reads(tmp_path: Path) -> None:
     tables = {n: {"source": "shards", "path": str(tmp_path / "out" / n), "weight": w} for n, w in (("a", 1), ("b", 3))}
     raw = {"model": {"family": "qwen3_moe"}, "data": {"mixture": tables}}
     assert load_mixture(from_mapping(raw).data, load_tokenizer("bytes")).identity == from_texts.identity
+
+
+def test_shards_of_shards_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("some text")
+    train, texts = Train(sequence=2), Data("text", str(tmp_path / "a.txt"))
+    prepare(texts, train, tmp_path / "out", lambda _: None)
+    shards = Data("shards", str(tmp_path / "out"))
+    with pytest.raises(UsageError, match=r"nothing would be written into .*again: all sources are 'shards'"):
+        prepare(shards, train, tmp_path / "again", lambda _: None)
+    assert len(prepare(shards, train, None, lambda _: None)) == 1
+
+
+def test_a_step_without_a_token_that_has_a_loss(tmp_path: Path) -> None:
+    """On all processes; a process or a validation batch without one is none."""
+    texts = [""] * 40 + ["abcd"] * 8
+    (tmp_path / "a.jsonl").write_text("".join(f'{{"text": "{text}"}}\n' for text in texts))
+    data = Data("jsonl", str(tmp_path / "a.jsonl"), packing="documents", cache=str(tmp_path / "c"), validation=0.5)
+    mixture, train = load_mixture(data, load_tokenizer("bytes")), Train(batch=2, sequence=4, eval_every=1)
+    (first, held_out), (second, _) = (mixture.batches(data, train, World(rank, 2)) for rank in (0, 1))
+    assert held_out is not None and first.windows[0].count == 9  # the last one has no loss either
+    assert (held_out(0).targets != IGNORE).any()
+    for batches in (first, second):
+        with pytest.raises(RunError, match=r"no token of step 1 has a loss: each of its 2 sequences of 4 tokens holds"):
+            batches(0)
+    both = Batches([*first.windows, *held_out.windows], (1, 1), 2, 0, World(0, 2), apart=True, needs_loss=True)
+    other = Batches(both.windows, (1, 1), 2, 0, World(1, 2), apart=True, needs_loss=True)
+    found = sorted(bool((batches(0).targets != IGNORE).any()) for batches in (both, other))
+    assert found == [False, True]
 
 
 def test_the_command(tmp_path: Path, run: Any) -> None:

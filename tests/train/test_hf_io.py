@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from forebay.config import Config, Model
 from forebay.errors import ForebayError, RunError, UsageError
@@ -78,6 +78,25 @@ def test_missing_files_are_named(folder: Path) -> None:
     (folder / "model.safetensors.index.json").write_text("{")
     with pytest.raises(RunError, match="not a valid index"):
         hf_io.build(Model(path=str(folder)), 257, CPU)
+
+
+HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
+
+
+def test_a_head_that_is_tied_and_stored_with_other_values(folder: Path) -> None:
+    config, weights = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    with pytest.raises(RunError, match=rf"it ties {EMBEDDING} and {HEAD}.*set tie_word_embeddings to false in config"):
+        hf_io.build(Model(path=str(folder)), 257, CPU)
+    save_file(weights | {HEAD: weights[EMBEDDING].clone()}, folder / "model.safetensors", {"format": "pt"})
+    model = hf_io.build(Model(path=str(folder)), 257, CPU)
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_the_coefficient_of_deepseek_v2_is_not_that_of_v3() -> None:
+    """The config.json of either may have the key."""
+    of = {v: AutoConfig.for_model(f"deepseek_{v}", aux_loss_alpha=0.5) for v in ("v2", "v3")}
+    assert [hf_io.balance_coefficient(of[v]) for v in ("v2", "v3")] == [0.5, 0.0]
 
 
 @pytest.mark.parametrize(

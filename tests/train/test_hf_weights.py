@@ -274,6 +274,10 @@ def test_what_is_wrong_is_said_by_all(tmp_path: Path) -> None:
             broken(tmp_path, "f", lambda t: t.update({up.format(2): torch.zeros(7, 16)})),
             f"{up.format(2)} has shape [7, 16], unlike the other experts' [8, 16]",
         ),
+        (
+            broken(tmp_path, "g", lambda t: t.update({"lm_head.weight": torch.zeros(270, 16)})),
+            "it ties model.embed_tokens.weight and lm_head.weight, which are both stored, with different values; set tie_word",
+        ),
         (cut.parent, "model.safetensors is truncated or damaged"),
         (quantized, "UsageError"),
         (tmp_path / "node-{rank}", f"not complete: {query} is missing"),  # on one machine only

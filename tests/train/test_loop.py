@@ -3,7 +3,7 @@
 import json
 import random
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +12,13 @@ import pytest
 import torch
 
 from forebay.config import Config
-from forebay.errors import RunError, UsageError
-from forebay.train import restore
+from forebay.errors import Interrupted, NotFinite, Preempted, RunError, UsageError
+from forebay.train import restore, shards
 from forebay.train.loop import export, train
 from forebay.train.run_folder import where_to_resume
+from forebay.train.text import Piece
 from forebay.train.trainer import Trainer
-from tests.train.common import losses, quiet
+from tests.train.common import losses, metrics, quiet
 
 
 def state(folder: Path, config: Config) -> tuple[dict[str, torch.Tensor], dict[str, Any], tuple[Any, ...]]:
@@ -133,6 +134,58 @@ def test_a_second_ctrl_c_ends_at_once_and_keeps_the_checkpoint(
     found = where_to_resume(config, "").resumed
     assert found is not None and found.name == "step-00000003"
     restore.verify(found)
+
+
+@pytest.mark.parametrize(("number", "kind"), [(signal.SIGTERM, Preempted), (signal.SIGINT, Interrupted)])
+@pytest.mark.parametrize("in_process", [True, False])
+def test_a_signal_while_texts_are_tokenized(
+    tiny: Callable[..., Config], monkeypatch: pytest.MonkeyPatch, number: int, kind: type[Exception], in_process: bool
+) -> None:
+    seen = []
+
+    def pieces(*_: Any) -> Iterator[Piece]:
+        for n in range(2):
+            seen.append(n)
+            signal.raise_signal(number)
+            yield Piece(b"text", True)
+
+    def killed(*_: Any) -> None:
+        """What follows if the signal ends other processes too."""
+        signal.raise_signal(number)
+        raise RunError("a process that tokenizes was killed")
+
+    if in_process:
+        monkeypatch.setattr(shards, "_pieces", pieces)
+    else:
+        monkeypatch.setattr(shards, "_run", killed)
+    config = tiny(data={"workers": 1})
+    with pytest.raises(kind, match=rf"stopped by {signal.Signals(number).name} before the first step.*start it again"):
+        train(config, quiet())
+    assert seen == [0] * in_process and not Path(config.log.folder).exists()
+
+
+def test_a_validation_loss_that_is_not_finite_ends_the_run_before_a_save(tiny: Callable[..., Config]) -> None:
+    config = tiny(
+        train={"steps": 1, "eval_every": 1}, optimizer={"lr": 1e38}, schedule={"kind": "constant"}, log={"health": 0}
+    )
+    with pytest.raises(
+        NotFinite, match=r"step 1: the validation loss is nan, which is not finite; lower optimizer\.lr"
+    ):
+        train(config, quiet())
+    assert len(metrics(Path(config.log.folder))) == 1 and not (Path(config.log.folder) / "checkpoints").exists()
+
+
+def test_an_eps_of_0_is_refused(tiny: Callable[..., Config]) -> None:
+    with pytest.raises(UsageError, match=r"optimizer\.eps = 0.* is too small; it must be at least 1e-37"):
+        tiny(optimizer={"eps": 0})
+
+
+def test_a_damaged_checkpoint_does_not_take_the_place_of_a_whole_one(tiny: Callable[..., Config]) -> None:
+    folder = train(tiny(train={"steps": 4}, checkpoint={"every": 2, "keep": 2}), quiet()) / "checkpoints"
+    file = folder / "step-00000004" / "__0_0.distcp"
+    file.write_bytes(file.read_bytes()[:-1])
+    train(tiny(train={"steps": 5}, checkpoint={"keep": 2}), quiet(), resume="auto")
+    assert sorted(path.name[-1] for path in folder.iterdir()) == ["2", "4", "5"]
 
 
 def test_loss_falls_and_an_export_trains_on(tiny: Callable[..., Config], tmp_path: Path) -> None:

@@ -71,6 +71,12 @@ def test_resuming_drops_the_records_of_lost_steps(tmp_path: Path) -> None:
     assert [record["step"] for record in metrics(tmp_path)] == [9, 10, 11]
 
 
+def test_every_line_is_json(tmp_path: Path) -> None:
+    with Reporter(tmp_path, console(), 1) as reporter:
+        reporter.write({"step": 1, "a": float("nan")}, {"b": [1.0, float("inf")]})
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "a": null, "b": [1.0, null]}\n'
+
+
 def test_moving_line_only_on_a_terminal(tmp_path: Path) -> None:
     for choice, terminal, expected in (
         ("auto", True, True),

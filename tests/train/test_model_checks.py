@@ -166,6 +166,11 @@ SIZES = [
     ("olmoe", {"num_attention_heads": 0}, r"num_attention_heads = 0 .*at least 1"),
     ("qwen3_moe", {"num_hidden_layers": -1}, r"num_hidden_layers = -1 .*at least 1"),
     ("qwen3_moe", {"hidden_act": "sillu"}, r"hidden_act = 'sillu' .*nearest valid activation is 'silu'"),
+    ("qwen3_moe", {"decoder_sparse_step": 0}, r"decoder_sparse_step = 0 .*at least 1"),
+    ("qwen3_moe", {"attention_dropout": 2.0}, r"attention_dropout = 2\.0 .*from 0 to 1"),
+    ("qwen3_moe", {"pad_token_id": 320}, r"pad_token_id = 320 .*vocab_size = 320; valid are 0 to 319"),
+    ("flex_olmo", {}, r"pad_token_id = 100277 .*vocab_size = 320; valid are 0 to 319"),  # the family's default
+    ("lfm2_moe", {}, r"layer_types = None .*list of num_hidden_layers = 2 texts, each 'conv' or 'full_attention'"),
     ("deepseek_v3", {"num_key_value_heads": 2}, r"num_key_value_heads = 2 .*must be num_attention_heads = 4"),
     ("deepseek_v3", {"qk_rope_head_dim": 7}, r"qk_rope_head_dim = 7 .*must be even"),
     ("glm4_moe", {"n_group": 3}, r"n_group = 3 .*valid are 1, 2"),
@@ -178,6 +183,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"num_experts": 4},
     "olmoe": {"num_experts": 4},
     "mixtral": {"num_local_experts": 4},
+    "flex_olmo": {"num_experts": 4},
+    "lfm2_moe": {"num_experts": 4},
     "gpt_oss": {"num_local_experts": 4, "head_dim": 16},
     "glm4_moe": {"n_routed_experts": 4, "n_group": 1, "topk_group": 1},
     "deepseek_v3": {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_key_value_heads": 4, **LATENT},
@@ -197,14 +204,16 @@ def test_sizes_that_do_not_go_together(family: str, change: dict[str, Any], mess
 
 
 def test_sizes_that_do() -> None:
+    missing = {"flex_olmo": {"pad_token_id": 319}, "lfm2_moe": {"layer_types": ["conv", "full_attention"]}}
     for family in FAMILIES:
-        hf_io.configuration(sized(family, {}), 257)
+        hf_io.configuration(sized(family, missing.get(family, {})), 257)
+    hf_io.configuration(sized("mixtral", {"attention_dropout": 1.0, "pad_token_id": -1}), 257)
     hf_io.configuration(sized("deepseek_v3", {"num_key_value_heads": 128}), 257)  # transformers' default
     for name in PUBLISHED:
         hf_io.configuration(Model(family=name), 257)
     for name in ("llama", "qwen3", "gpt2", "mamba", "gemma2", "phi3", "deepseek_v3", "qwen3_next"):
         with suppress(ImportError):
-            hf_io.configuration(Model(family=name), 257)
+            hf_io.configuration(Model(family=name), 32064)  # phi3's pad_token_id is 32000
 
 
 def test_sizes_of_a_folder_are_named_by_its_file(tmp_path: Path) -> None:

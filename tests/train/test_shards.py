@@ -3,6 +3,7 @@
 import shutil
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -60,6 +61,15 @@ def test_large_vocabulary_takes_four_bytes(tmp_path: Path) -> None:
     wide = Tokenizer("wide", 70_000, None, lambda raw: np.array([69_999] * len(raw)))
     corpus = corpus_of(tmp_path, "x", tokenizer=wide)
     assert everything(corpus) == [69_999] and corpus.dtype == np.uint32
+
+
+def test_shards_that_are_too_narrow_for_the_ids(tmp_path: Path) -> None:
+    """Versions that took the number of ids for the largest one wrote them, where ids have gaps."""
+    folder = corpus_of(tmp_path, "x").folder
+    with pytest.raises(
+        RunError, match=r"16 bits a token, too few for the ids of this tokenizer, which go up to 69,999"
+    ):
+        open_corpus(folder, replace(BYTES, vocabulary=70_000), "shards")
 
 
 def test_default_cache_folder(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -123,6 +123,15 @@ def test_bad_files_are_named(tmp_path: Path, source: str, content: bytes, tokeni
     assert str(file) in str(caught.value) and message in str(caught.value)
 
 
+def test_a_folder_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path, source: str) -> list[Path]:
+        raise PermissionError(13, "Permission denied", str(path))
+
+    monkeypatch.setattr(text, "_expand", refuse)
+    with pytest.raises(RunError, match="data /private cannot be read: Permission denied"):
+        files(DataSource(source="text", path="/private"))
+
+
 def test_latin_1_is_text_for_bytes(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes("é".encode("latin-1"))
     assert read(DataSource(source="text", path=str(tmp_path / "a"))) == [b"\xe9"]

@@ -6,7 +6,7 @@ seen without data, weights or a GPU raises `UsageError`, which names the key and
 """
 
 import dataclasses
-import math
+import sys
 import tomllib
 import types
 import typing
@@ -158,7 +158,7 @@ def _fit(value: Any, hint: Any, where: str = "") -> tuple[bool, Any]:
         return _fit_list(value, arguments)
     number = isinstance(value, (int, float)) and not isinstance(value, bool)  # a bool is an int in Python
     if hint is float:
-        fits = number and math.isfinite(value)
+        fits = number and abs(value) <= sys.float_info.max  # no NaN, no infinity, no whole number beyond all floats
         return fits, float(value) if fits else None
     if hint is int:
         return number and isinstance(value, int), value

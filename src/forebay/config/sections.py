@@ -136,7 +136,9 @@ class Optimizer:
 
     lr: float = key(3e-4, "Highest learning rate.", low=0.0)
     betas: tuple[float, float] = key((0.9, 0.95), "Decay rates of the two moments, each in [0, 1).")
-    eps: float = key(1e-8, "Added to the denominator.", low=0.0)
+    # With 0, a parameter whose gradient has always been 0, as that of an expert without tokens, becomes 0 / 0. A smaller number
+    # than this is 0 in float32.
+    eps: float = key(1e-8, "Added to the denominator.", low=1e-37)
     weight_decay: float = key(0.1, "Decoupled weight decay.", low=0.0)
     fused: bool = key(True, "One kernel for all parameters, where torch has it.")
 

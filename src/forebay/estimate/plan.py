@@ -603,11 +603,13 @@ def _notes(config: Config, placed: Collection[str]) -> list[str]:
             "Weight gradients are made before a rank waits for another one, earlier than the schedule has them."
         )
     if config.data.packing == "documents":
-        width = getattr(torch, config.model.compute or config.model.dtype).itemsize
-        whole = "each of a step's microbatches" if config.has_engine else "each layer that does not recompute attention"
+        mask = format_bytes(
+            (2 if "bfloat16" in (config.model.compute, config.model.dtype) else 4) * config.train.sequence**2
+        )
+        each = "each of a step's microbatches" if config.has_engine else "each layer that keeps its attention"
         notes.append(
-            f"Not counted: the masks of data.packing = 'documents', {format_bytes(config.train.sequence**2 * width)} a sequence for "
-            f"{whole}, and that attention is slower with them."
+            f"Not counted: the masks of data.packing = 'documents', {mask} a sequence for {each}, and that attention is slower "
+            "with them."
         )
     return notes
 

@@ -28,7 +28,7 @@ _STAGES = 3
 
 
 def rows_by_matrix(rows: Tensor, matrices: Tensor, offs: Tensor) -> Tensor:
-    """Multiply the rows of each expert by its matrix: `rows[rows of e] @ matrices[e]`, a new tensor [R, N].
+    """Multiply the rows of each expert by its matrix: `rows[rows of e] @ matrices[e]`, a new contiguous tensor [R, N].
 
     Uses `F.grouped_mm` where it accepts the operands (see `_accepted_by_grouped_mm`). Otherwise a loop over the experts reads
     `offs` on the host: correct, but slow and not capturable.
@@ -41,7 +41,8 @@ def rows_by_matrix(rows: Tensor, matrices: Tensor, offs: Tensor) -> Tensor:
     if rows.shape[0] == 0:
         return rows.new_empty((0, matrices.shape[2]))
     if _accepted_by_grouped_mm(rows, matrices):
-        return F.grouped_mm(rows, matrices, offs=offs.contiguous())
+        # F.grouped_mm pads the rows of its result to 16 bytes, which `contiguous` copies away; without padding it copies nothing.
+        return F.grouped_mm(rows, matrices, offs=offs.contiguous()).contiguous()
     out = rows.new_empty((rows.shape[0], matrices.shape[2]))
     start = 0
     for e, end in enumerate(offs.tolist()):
@@ -58,7 +59,7 @@ def rows_by_rows(left: Tensor, right: Tensor, offs: Tensor) -> Tensor:
     if left.shape[0] == 0:
         return left.new_zeros((offs.shape[0], left.shape[1], right.shape[1]))
     if _accepted_by_grouped_mm(left, right):
-        return F.grouped_mm(left.t(), right, offs=offs.contiguous())
+        return F.grouped_mm(left.t(), right, offs=offs.contiguous()).contiguous()  # padded for views of wider rows
     out = left.new_empty((offs.shape[0], left.shape[1], right.shape[1]))
     start = 0
     for e, end in enumerate(offs.tolist()):

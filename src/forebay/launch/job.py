@@ -101,8 +101,10 @@ def describe(
         raise UsageError(f"--time-limit: {error}") from error
     file = Path(source)
     named = file.is_file()
+    # Letters beyond ASCII by their numbers: without them two files would share a name, and their runs a folder.
+    stem = file.stem.lower().encode("ascii", "backslashreplace").decode()
     return Job(
-        name=re.sub("[^a-z0-9]+", "-", f"forebay-{file.stem}".lower())[:50].strip("-"),
+        name=re.sub("[^a-z0-9]+", "-", f"forebay-{stem}")[:50].strip("-"),
         source=str(file.resolve()) if named else source,
         text=file.read_text("utf-8") if named else None,
         overrides=tuple(overrides),

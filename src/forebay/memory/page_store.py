@@ -44,9 +44,11 @@ class PageReport:
 
 
 class _PageCounts(NamedTuple):
-    """Pages of a ticket: needed if all rows are live, and in memory of its own on the device and on the host."""
+    """Pages of a ticket: needed if all rows are live, of these in the arena, and in memory of its own on the device and on the
+    host."""
 
     bound: int
+    shared: int
     device: int
     host: int
 
@@ -65,6 +67,7 @@ class PageTicket:
     _stream: Any
     _captured_in: int | None  # the store's epoch; None: not taken in a capture
     _counts: _PageCounts
+    _generation: int  # the store's
 
     def __del__(self, ending: Any = sys.is_finalizing) -> None:
         if not ending():
@@ -104,8 +107,8 @@ class PageStore:
     """Pages of one device. Owns their memory; the graph owns the tickets. One thread at a time uses it.
 
     A page holds whole rows of one tensor. Device pages go out first and host pages after them, page by page: one tensor may be in
-    both. If the arena has too few pages for a layer, that layer gets none, `missing_flag` says so until the step's end, and the
-    step must be run again within `exactly`.
+    both. If a replayed CUDA graph finds too few pages for a layer, that layer gets none, `missing_flag` says so until the step's
+    end, and the step must be run again within `exactly`.
 
     Sizes. In the first step `take` reads the live rows on the host, and each ticket has just the pages it needs in memory of its
     own. `end_step` then makes the arena: on the device what was out at once and a margin, on the host what the tickets that were
@@ -152,10 +155,10 @@ class PageStore:
         self._epoch = 0  # number of step ends and arenas: a ticket captured in an earlier one gives nothing back
         self._last_stream: Any = None  # the one that used the free pages last
         # A ticket may die at any time, in any thread. It only appends to these; the next call looks at them.
-        self._dead: deque[_PageCounts] = deque()
+        self._dead: deque[tuple[_PageCounts, int]] = deque()
         self._deferred_gives: deque[tuple[_SharedPages, tuple[PageTable, ...], Any]] = deque()
         self._alive = 0
-        self._total = _PageCounts(0, 0, 0)  # of the live tickets
+        self._total = _PageCounts(0, 0, 0, 0)  # of the live tickets; `shared`: in this arena
         self._worst_bound = 0  # largest total bound so far
         self._most_own = 0  # most pages of tickets' own in this step
 
@@ -189,8 +192,9 @@ class PageStore:
     def take(self, wanted: Sequence[PagedRows]) -> PageTicket:
         """Pages for the tensors of one layer, all or none of them.
 
-        Without an arena, and within `exactly`, the host waits for the device once and the ticket gets memory of its own: on the
-        device as far as the budget goes beside the arena and other such tickets, and the rest on the host.
+        Without an arena, within `exactly`, and if it might not hold all that is out, the host waits for the device once and the
+        ticket gets memory of its own: on the device as far as the budget goes beside the arena and other such tickets, and the
+        rest on the host. In a capture it gets pages of the arena in any case.
 
         Args:
             wanted: rows of one or two tensors. The `live` tensors must keep their values while the ticket is alive.
@@ -207,23 +211,25 @@ class PageStore:
         if not capturing:
             self._give_deferred()
         memory: _PageMemory
-        if self._memory is None or self._exact:
+        # More tokens than in earlier steps, or more forwards before their backwards.
+        outgrown = self._memory is not None and self._total.shared + sum(bounds) > self._memory.pages
+        if self._memory is None or self._exact or (outgrown and not capturing):
             if capturing:
                 raise RuntimeError(
                     "pages cannot be counted while a CUDA graph is captured: run a step and end_step() before, and "
                     "capture outside of exactly()"
                 )
             memory, tables = self._take_exactly(wanted, bounds)
-            counts = _PageCounts(sum(bounds), memory.arena.device_pages, memory.arena.host_pages)
+            counts = _PageCounts(sum(bounds), 0, memory.arena.device_pages, memory.arena.host_pages)
         else:
             memory = self._memory
             tables = self._take_from(self._memory, wanted, bounds, stream, capturing)
-            counts = _PageCounts(sum(bounds), 0, 0)
+            counts = _PageCounts(sum(bounds), sum(bounds), 0, 0)
         self._alive += 1
         self._add(counts, 1)
         self._worst_bound = max(self._worst_bound, self._total.bound)
         self._most_own = max(self._most_own, self._total.device + self._total.host)
-        return PageTicket(self, tables, memory, stream, self._epoch if capturing else None, counts)
+        return PageTicket(self, tables, memory, stream, self._epoch if capturing else None, counts, self.generation)
 
     def end_step(self) -> PageReport:
         """Wait for the device, report what the step needed, and make room for as much in the next step.
@@ -276,6 +282,7 @@ class PageStore:
         self._memory = None  # before the next is allocated: often there is no room for both
         self._last_stream = None
         self.generation += 1
+        self._total = self._total._replace(shared=0)
         self._epoch += 1
         host, host_block = self._host_memory(host_pages, host_block)
         free = all_free(device_pages + host_pages, self.device)
@@ -385,7 +392,7 @@ class PageStore:
 
     def _ticket_died(self, ticket: PageTicket) -> None:
         # Trap: this runs at any time, in any thread, under any current stream, within a capture or not.
-        self._dead.append(ticket._counts)
+        self._dead.append((ticket._counts, ticket._generation))
         memory, stream = ticket._memory, ticket._stream
         if not isinstance(memory, _SharedPages):
             return
@@ -415,7 +422,8 @@ class PageStore:
 
     def _count_dead(self) -> None:
         while self._dead:
-            self._add(self._dead.popleft(), -1)
+            counts, generation = self._dead.popleft()
+            self._add(counts if generation == self.generation else counts._replace(shared=0), -1)
             self._alive -= 1
 
     def _add(self, counts: _PageCounts, sign: int) -> None:

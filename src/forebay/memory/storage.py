@@ -127,8 +127,8 @@ def storable(
 ) -> torch.UntypedStorage | None:
     """The tensor's storage, if a store may take it; else None.
 
-    None for tensors that are not on `device`, for subclasses (DTensor, fake tensors), sparse layouts and quantized tensors, for
-    storages below `min_bytes`, and for weights.
+    None for tensors that are not on `device`, for subclasses (DTensor, fake tensors), sparse layouts, quantized and nested
+    tensors, for storages below `min_bytes`, and for weights.
     """
     if not _is_plain(tensor):
         return None
@@ -141,12 +141,13 @@ def storable(
 
 
 def _is_plain(tensor: torch.Tensor) -> bool:
-    # A quantized tensor's scales are not in the bytes of its storage, and a zero tensor has no bytes.
+    # A quantized tensor's scales are not in the bytes of its storage, a zero tensor has no bytes, and a nested one no sizes.
     return (
         type(tensor) in _PLAIN
         and tensor.layout is torch.strided
         and not tensor.is_quantized
         and not tensor._is_zerotensor()
+        and not tensor.is_nested
     )
 
 

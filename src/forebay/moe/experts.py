@@ -144,7 +144,7 @@ def experts(
     )
     edge = (
         _edge_for(edge, x, ids, gate_up, max_rows, transposed, fused)
-        if at_once and has_backward and gate_up.requires_grad
+        if deferred is None and has_backward and gate_up.requires_grad
         else None
     )
     # Under autocast, autograd's own casts return the gradients in the caller's dtypes.
@@ -264,48 +264,50 @@ def _check_update(name: str, update: LowRank | None, num_experts: int, inputs: i
 def _eager_experts(inputs: tuple[Any, ...], store: WeightGradients | None, pages: Pages | None, rounds: bool) -> Tensor:
     """y of `experts_op(*inputs)`."""
     x, ids, weights, gate_up, down, gate_up_bias, down_bias, *settings, save_h, max_rows = inputs[:14]
-    fused = inputs[-1]
-    trained = (x, weights, gate_up, down, gate_up_bias, down_bias)
+    edge, fused = inputs[20:24], inputs[-1]
+    trained = (x, weights, gate_up if edge[0] is None else edge[0], down, gate_up_bias, down_bias)
     needs = NeededGradients(*(t is not None and t.requires_grad for t in trained))
     if not needs.da:
         pages = None  # at most down's gradient reads h, through a kernel that reads no pages
     trains_stacks = needs.gate_up or needs.down
     if not torch.is_grad_enabled() or (pages is None and (store is None or not trains_stacks)):
         return experts_op(*inputs)[0]
-    if store is None:
-        store = WeightGradients()
-    edges = WeightEdges(gate_up, down, store.sums) if trains_stacks else None
+    edges = None
+    if store is not None and trains_stacks:
+        edges = WeightEdges(gate_up, down, store.sums)
+        gate_up, down = gate_up.detach(), down.detach()
     # The anchor makes y require a gradient where only gate_up and down do.
     anchor = torch.empty(0, device=x.device, requires_grad=True)
     call = _ExpertsCall(ExpertSettings(*settings), save_h, max_rows, needs, edges, store, rounds, fused)
-    stacks = gate_up.detach(), down.detach()
-    y: Tensor = _Experts.apply(x, ids, weights, *stacks, gate_up_bias, down_bias, anchor, call, pages)
+    y: Tensor = _Experts.apply(x, ids, weights, gate_up, down, gate_up_bias, down_bias, *edge, anchor, call, pages)
     return y
 
 
 @dataclass(frozen=True, eq=False)
 class _ExpertsCall:
-    """The arguments of `_Experts` that are no tensors; `edges` is None where gate_up and down are frozen. `rounds`: x waits in
-    pages in 8 bits an element, if it is bf16; `save_h` says it of h. `fused`: as in `experts_forward`."""
+    """The arguments of `_Experts` that are no tensors; `edges` is None where gate_up and down are frozen or not deferred.
+    `rounds`: x waits in pages in 8 bits an element, if it is bf16; `save_h` says it of h. `fused`: as in `experts_forward`."""
 
     settings: ExpertSettings
     save_h: str
     max_rows: int | None
     needs: NeededGradients
     edges: WeightEdges | None
-    store: WeightGradients
+    store: WeightGradients | None
     rounds: bool
     fused: bool
 
 
 class _Experts(torch.autograd.Function):
-    """`experts_op` without edges to gate_up and down, which `WeightEdges` has."""
+    """`experts_op` with pages, or without edges to gate_up and down, which `WeightEdges` has."""
 
     @staticmethod
-    def forward(ctx, x, ids, weights, gate_up, down, gate_up_bias, down_bias, _, call, pages):
+    def forward(
+        ctx, x, ids, weights, gate_up, down, gate_up_bias, down_bias, edge_x, _dh, _order, _offs, _, call, pages
+    ):
         # Trap: `pages` must not stay on ctx. A held y or loss would keep the whole arena alive after backward.
         ctx.set_materialize_grads(False)
-        ctx.call, ctx.paged = call, None
+        ctx.call, ctx.paged, ctx.has_edge = call, None, edge_x is not None
         saves_x, saves_h = saved_for_backward(call.needs, call.save_h)
         parameters = ExpertParameters(gate_up, down, gate_up_bias, down_bias)
         if pages is None:
@@ -328,18 +330,23 @@ class _Experts(torch.autograd.Function):
     def backward(ctx, dy):
         if dy is None:
             _free_pages(ctx)
-            return (None,) * 10
+            return (None,) * 14
         refuse_second_derivative()
-        pending = ctx.call.store.pending
+        pending = None if ctx.call.store is None else ctx.call.store.pending
         (dx, d_weights, *d_biases), weight_gradients = _backward(ctx, dy, pending is not None)
-        if ctx.call.edges is not None:
+        d_stacks, edge = (None, None), NO_EDGE
+        if ctx.call.store is None:
+            of_gate_up, of_down = weight_gradients
+            d_stacks = None if of_gate_up is None or ctx.has_edge else of_gate_up(), of_down and of_down()
+            edge = of_gate_up.of_edge() if ctx.has_edge else NO_EDGE
+        elif ctx.call.edges is not None:
             keep_graph = torch._C._autograd._get_current_graph_task_keep_graph()
             if pending is None:
                 ctx.call.edges.run(*weight_gradients, keep_graph=keep_graph)
             else:
                 pending.append(DeferredWeightGradient(ctx.call.edges, weight_gradients, keep_graph))
         _free_pages(ctx)
-        return dx, None, d_weights, None, None, *d_biases, None, None, None
+        return dx, None, d_weights, *d_stacks, *d_biases, *edge, None, None, None
 
 
 def _free_pages(ctx: Any) -> None:

@@ -92,6 +92,11 @@ class WeightGradientOperands:
         gradient: Tensor = undispatched(experts_weight_backward_op, *self._take())
         return gradient
 
+    def of_edge(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """The gradients of a `GateUpEdge`, whose node computes this one."""
+        x, dh, order, offs, *_ = self._take()
+        return x, dh, order.view(torch.float32), offs.view(torch.float32)
+
     def add_to(self, total: Tensor) -> None:
         """Add the gradient to `total`; rounded first, as by autograd, if `total` has 16 bits."""
         if total.dtype.itemsize > 2:

@@ -6,8 +6,9 @@ damaged is a `RunError` that names it.
 
 from __future__ import annotations
 
+import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,26 @@ from forebay.errors import RunError, UsageError
 from forebay.pipeline.activity import ActionRecord
 
 TRACE = "pipeline.json"
+# What pages read of a record in metrics.jsonl, by the key that tells its kind. Names with "_by_" are lists of figures.
+_FIGURES = {
+    "cross_entropy_loss": ("seconds", "tokens_per_second", "peak_bytes_by_rank"),
+    "busy_seconds_by_process": ("peak_bytes_by_process",),
+    "validation_loss": (),
+}
+# What pages read of the ranks in result.json, and of profile.json by one process or by pipeline rank.
+_OF_RANK = (
+    "rank",
+    "parameter_bytes",
+    "optimizer_bytes",
+    "placements",
+    "saved_bytes",
+    "moved_bytes",
+    "d2h_gbps",
+    "h2d_gbps",
+    "wait_ms",
+)
+_OF_PROFILE = ("activation_bytes", "weight_bytes", "by_region", "largest")
+_OF_PROFILED_RANK = ("rank", "saved", "peak_bytes", "peak_in_flight")
 
 
 @dataclass(frozen=True)
@@ -95,29 +116,51 @@ def read_run(folder: Path) -> RunFolder:
         raise UsageError(
             f"{folder} has no run.json, so it is not the folder of a run; name one that `forebay train` wrote"
         )
-    try:
+    with _read_of(folder / "run.json"):
         config = from_mapping(run["config"], origin=str(folder / "run.json"))
         versions, machine = dict(run["versions"]), dict(run["machine"])
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise RunError(f"{folder / 'run.json'} is damaged: it is not what `forebay train` writes") from error
     records = _lines(folder / "metrics.jsonl")
-    result = _json(folder / "result.json") or {}
-    trace = _json(folder / TRACE)
+    with _read_of(folder / "result.json") as path:
+        ranks = (_json(path) or {}).get("ranks", [])
+        _check_keys(ranks, _OF_RANK)
+    with _read_of(folder / "profile.json") as path:
+        profile = _json(path)
+        if isinstance(profile, Mapping):
+            _check_keys([profile], _OF_PROFILE)
+        elif profile is not None:
+            _check_keys(profile, _OF_PROFILED_RANK)
+    with _read_of(folder / TRACE) as path:
+        trace = _json(path)
+        actions = [] if trace is None else _actions(trace["traceEvents"])
+    return RunFolder(
+        folder,
+        config,
+        versions,
+        machine,
+        steps=[r for r in records if "cross_entropy_loss" in r],
+        validations=[(int(r["step"]), float(r["validation_loss"])) for r in records if "validation_loss" in r],
+        ranks=ranks,
+        profile=profile,
+        actions=actions,
+        health=next((r for r in reversed(records) if "busy_seconds_by_process" in r), {}),
+    )
+
+
+@contextlib.contextmanager
+def _read_of(path: Path) -> Iterator[Path]:
+    """Name the file in the error for content of another shape."""
     try:
-        return RunFolder(
-            folder,
-            config,
-            versions,
-            machine,
-            steps=[r for r in records if "cross_entropy_loss" in r],
-            validations=[(int(r["step"]), float(r["validation_loss"])) for r in records if "validation_loss" in r],
-            ranks=result.get("ranks", []),
-            profile=_json(folder / "profile.json"),
-            actions=[] if trace is None else _actions(trace["traceEvents"]),
-            health=next((r for r in reversed(records) if "busy_seconds_by_process" in r), {}),
-        )
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise RunError(f"a file in {folder} is damaged: {type(error).__name__}: {error}") from error
+        yield path
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        said = f"{type(error).__name__}: {error}"
+        raise RunError(f"{path} is damaged: it is not what `forebay train` writes ({said})") from error
+
+
+def _check_keys(records: Sequence[Mapping[str, Any]], names: Sequence[str]) -> None:
+    """Raise KeyError or TypeError for a record that lacks one of the keys."""
+    for record in records:
+        for name in names:
+            record[name]
 
 
 def _json(path: Path) -> Any:
@@ -145,12 +188,29 @@ def _lines(path: Path) -> list[dict[str, Any]]:
             record = json.loads(line)
             if not isinstance(record, dict) or "step" not in record:
                 raise ValueError("it is not the record of a step")
+            _check_figures(record)
         except ValueError as error:
             if number == len(lines) and not whole:
                 break
             raise RunError(f"{path} is damaged in line {number}: {error}") from error
         found.append(record)
     return found
+
+
+def _check_figures(record: Mapping[str, Any]) -> None:
+    """Raise ValueError for a record that lacks a figure which pages read, or has something else in its place."""
+    wanted = ["step"]
+    for kind, others in _FIGURES.items():
+        if kind in record:
+            wanted += [kind, *others]
+    for load in (name for name in record if name.startswith("expert_load_by_expert/")):
+        layer = load.partition("/")[2]
+        wanted += [load, f"expert_load_max_over_mean/{layer}", f"router_entropy/{layer}"]
+    for name in wanted:
+        value = record.get(name)
+        figures = value if "_by_" in name else [value]
+        if not isinstance(figures, list) or not figures or not all(isinstance(f, (int, float)) for f in figures):
+            raise ValueError(f"{name} is missing, or is not {'a list of numbers' if '_by_' in name else 'a number'}")
 
 
 def _actions(events: Sequence[Mapping[str, Any]]) -> list[ActionRecord]:

@@ -119,10 +119,15 @@ class Checkpoints:
         keep: number of newest checkpoints that stay.
         keep_hours: hours between older ones that stay too; 0 for none.
         remote: gets each checkpoint after it was written here, and keeps as many.
+
+    Attributes:
+        damaged: names of checkpoints that were found damaged. They do not count for `keep`, or an older one that is whole would
+            be deleted in place of them, and they stay.
     """
 
     def __init__(self, folder: Path, keep: int = 2, keep_hours: float = 0.0, remote: RemoteFolder | None = None):
         self.folder, self.keep, self.keep_hours, self.remote = folder, keep, keep_hours, remote
+        self.damaged: set[str] = set()
         self._commit: _Commit | None = None
         self._copies: HostCopies | None = None
         self._group: dist.ProcessGroup | None = None  # gloo, for the thread alone
@@ -355,6 +360,7 @@ class Checkpoints:
                     sync(self.folder)
             raise
         sync(self.folder)
+        self.damaged.discard(final.name)  # of the same step
         others = {name: when for name, when in self._times().items() if name not in (final.name, before.name)}
         older = [self.folder / name for name in self._expired(others)]
         for old in [*([before] if before.exists() else []), *older]:
@@ -364,7 +370,8 @@ class Checkpoints:
         """The checkpoints that need not stay, of those older than the newest, given with their times, oldest first."""
         spared: list[float] = []
         expired = []
-        for name in list(others)[: -(self.keep - 1) or None]:
+        whole = [name for name in others if name not in self.damaged]
+        for name in whole[: -(self.keep - 1) or None]:
             if self.keep_hours and (not spared or others[name] - spared[-1] >= 3600 * self.keep_hours):
                 spared.append(others[name])
             else:

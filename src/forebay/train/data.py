@@ -95,6 +95,7 @@ class Batches:
         seed: of the order of the sources.
         world: this process takes every `world.size`-th window of a batch.
         apart: whether documents in a window are apart: positions restart, and the last token of a document predicts nothing.
+        needs_loss: refuse batches of which no token predicts anything.
 
     Raises:
         UsageError: the processes do not divide the batch.
@@ -108,14 +109,19 @@ class Batches:
         seed: int,
         world: World = ALONE,
         apart: bool = False,
+        needs_loss: bool = False,
     ):
         if batch % world.size:
             raise UsageError(f"train.batch = {batch} is not a multiple of the {world.size} processes")
         self.windows, self.batch, self.seed, self.world, self.apart = windows, batch, seed, world, apart
-        self.shares = tuple(shares)
+        self.shares, self.needs_loss = tuple(shares), needs_loss
 
     def __call__(self, number: int) -> Batch:
-        """Batch `number`, from 0."""
+        """Batch `number`, from 0.
+
+        Raises:
+            RunError: no token of the batch has a loss and `needs_loss`; on all processes.
+        """
         own: Sequence[int] = range(self.world.rank, self.batch, self.world.size)
         if len(self.shares) > 1:  # or, with two equal shares, every second process would have one source only
             own = [permute(n, self.batch, self.seed, number) for n in own]
@@ -127,11 +133,27 @@ class Batches:
             return Batch(inputs, targets, None)
         targets = targets.clone()  # of a single window it is a view of the same numbers as inputs
         positions = torch.arange(inputs.shape[1]).repeat(len(places), 1)
+        without_loss = 0
         for row, (source, k) in enumerate(places):
             for start in self.windows[source].document_starts(k).tolist():
                 targets[row, start - 1] = IGNORE
                 positions[row, start:] = torch.arange(inputs.shape[1] - start)
+                without_loss += 1
+        if self.needs_loss and without_loss == targets.numel():
+            self._check_loss(number, inputs.shape[1])
         return Batch(inputs, targets, positions)
+
+    def _check_loss(self, number: int, sequence: int) -> None:
+        """Raise RunError if no token of batch `number` has a loss on any process. The token before each document has none."""
+        for position in range(number * self.batch, (number + 1) * self.batch):
+            source, k = source_of(position, self.shares)
+            if len(self.windows[source].document_starts(k)) < sequence:
+                return
+        raise RunError(
+            f"no token of step {number + 1} has a loss: each of its {self.batch} sequences of {sequence} tokens holds only "
+            "documents of one token, which predicts nothing with data.packing = 'documents'; raise train.batch or "
+            "train.sequence, or set data.packing = 'joined'"
+        )
 
 
 def source_of(position: int, shares: Sequence[int]) -> tuple[int, int]:
@@ -210,20 +232,23 @@ class Mixture:
             UsageError: a corpus is too short for one window, or the processes do not divide the batch.
         """
 
-        def of(first: Callable[[Corpus], int], last: Callable[[Corpus], int], what: str) -> Batches:
+        apart = data.packing == "documents"
+
+        def of(first: Callable[[Corpus], int], last: Callable[[Corpus], int], what: str, needs_loss: bool) -> Batches:
             windows = [
                 Windows(
                     c, first(c), last(c), train.sequence, train.seed, f"{what} of data.mixture.{name}" if name else what
                 )
                 for name, c in zip(self.names, self.corpora, strict=True)
             ]
-            return Batches(windows, self.shares, train.batch, train.seed, world, data.packing == "documents")
+            return Batches(windows, self.shares, train.batch, train.seed, world, apart, needs_loss)
 
         def cut(corpus: Corpus) -> int:
             return len(corpus) - int(len(corpus) * data.validation)
 
-        training = of(lambda _: 0, cut, "training data")
-        return training, of(cut, len, "validation data") if train.eval_every else None
+        training = of(lambda _: 0, cut, "training data", True)
+        # A validation counts the tokens of all its batches.
+        return training, of(cut, len, "validation data", False) if train.eval_every else None
 
 
 def load_mixture(
@@ -240,8 +265,14 @@ def load_mixture(
         say, hashed: as for `load_corpus`.
 
     Raises:
-        UsageError, RunError: as `load_corpus`, with the name in the mixture; a weight that is too small.
+        UsageError, RunError: as `load_corpus`, with the name in the mixture; a weight that is too small, or a name that is no
+            plain name of a folder.
     """
+    for name in data.mixture:
+        if Path(name).name != name or name in ("", "..") or "\0" in name:
+            raise UsageError(
+                f"data.mixture has the name {name!r}; valid are names of a folder, without '/', such as 'code'"
+            )
     sources = data.sources()
     shares = shares_of([source.weight for source in sources.values()])
     corpora = []
@@ -258,8 +289,14 @@ def prepare(data: Data, train: Train, out: Path | None, say: Callable[[str], Non
         out, say: as for `load_mixture`.
 
     Raises:
-        UsageError, RunError: as `load_mixture` and `Mixture.batches`; `out` holds other shards.
+        UsageError, RunError: as `load_mixture` and `Mixture.batches`; `out` holds other shards, or there are only shards.
     """
+    sources = data.sources().values()
+    if out is not None and all(source.source == "shards" for source in sources):
+        raise UsageError(
+            f"nothing would be written into {out}: all sources are 'shards', whose tokens are written already; name the texts "
+            "(such as data.source = 'text'), or leave OUT out to check the shards"
+        )
     mixture = load_mixture(data, load_tokenizer(data.tokenizer), out, say, hashed=True)
     batches, _ = mixture.batches(data, train, ALONE)
     lines = []

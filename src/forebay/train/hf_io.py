@@ -21,7 +21,7 @@ from forebay.models.sinks import has_eager_sinks
 from forebay.train import hf_weights
 from forebay.train.distributed import on_all
 from forebay.train.durable import make_folder, sync, sync_tree
-from forebay.train.hf_weights import incomplete, initialize, initialize_buffers, materialize, mis_shaped
+from forebay.train.hf_weights import incomplete, initialize, initialize_buffers, materialize, mis_shaped, not_tied
 from forebay.train.model_checks import check_sizes
 from forebay.train.tokenizer import load_tokenizer
 
@@ -75,7 +75,8 @@ def build(
 
     Raises:
         UsageError: unknown family or configuration key, or a vocabulary smaller than the data's.
-        RunError: weights of a folder are missing, mis-shaped or truncated; raised on all processes.
+        RunError: weights of a folder are missing, mis-shaped or truncated, or two that its config.json ties differ; raised on all
+            processes.
     """
     config = configuration(section, vocabulary)
     check_vocabulary(config, vocabulary)
@@ -223,10 +224,12 @@ def _read_config(folder: Path) -> Any:
 def balance_coefficient(config: Any) -> float:
     """Coefficient of the router's load-balancing loss in a model's configuration.
 
-    It is 0 for DeepSeek-V3 and GLM-4-MoE, which balance by the router's bias.
+    It is 0 for DeepSeek-V3 and GLM-4-MoE, which balance by the router's bias. (DeepSeek-V3's config.json may have an
+    `aux_loss_alpha` too, which its code does not read.)
     """
     text = config.get_text_config()
-    return float(getattr(text, "router_aux_loss_coef", None) or getattr(text, "aux_loss_alpha", None) or 0.0)
+    alpha = getattr(text, "aux_loss_alpha", None) if text.model_type == "deepseek_v2" else None
+    return float(getattr(text, "router_aux_loss_coef", None) or alpha or 0.0)
 
 
 def _family(name: str) -> Any:
@@ -335,4 +338,7 @@ def _load(folder: Path, config: Any, dtype: torch.dtype, attention: str) -> Any:
         raise incomplete(folder, sorted(info["missing_keys"]))
     if info.get("error_msgs"):
         raise RunError(f"the weights in {folder} cannot be loaded: {info['error_msgs'][0]}")
+    for name, other in model.get_expanded_tied_weights_keys(all_submodels=True).items():
+        if model.get_parameter(name) is not model.get_parameter(other):  # transformers warns, and leaves them apart
+            raise not_tied(folder, other, name)
     return model

@@ -167,7 +167,8 @@ def fill(model: Any, blueprint: Any, folder: Path) -> None:
     """Read a folder's weights into a materialized `model`.
 
     Raises:
-        RunError: a file is missing or truncated, or a tensor is missing or mis-shaped; the first one is named.
+        RunError: a file is missing or truncated, or a tensor is missing, mis-shaped or unlike one that it is tied to; the first
+            one is named.
     """
     from safetensors import safe_open
 
@@ -175,10 +176,23 @@ def fill(model: Any, blueprint: Any, folder: Path) -> None:
         files = [stack.enter_context(safe_open(file, framework="pt")) for file in files_of(folder)]
         leaves = {name: Leaf(name, file.get_slice(name)) for file in files for name in file.keys()}  # noqa: SIM118 (no dict)
         sources = _sources(folder, blueprint, leaves)
+        tied = list(blueprint.all_tied_weights_keys.items())
         for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
             # A name without a source is a buffer that transformers computes.
-            if name in sources and local(tensor).numel():
-                local(tensor).copy_(sources[name].read(shard_slices(tensor)))
+            if name not in sources or not local(tensor).numel():
+                continue
+            source, block = sources[name], shard_slices(tensor)
+            local(tensor).copy_(source.read(block))
+            for other in [each for pair in tied if name in pair for each in pair]:
+                # Where one of them is stored, its source is that of both. Each process compares the part that it reads.
+                twin = sources.get(other, source)
+                if twin is not source and not _holds(local(tensor), twin.read(block)):
+                    raise not_tied(folder, name, other)
+
+
+def _holds(tensor: torch.Tensor, stored: torch.Tensor) -> bool:
+    """Whether a tensor has the stored values, in its own dtype: as transformers compares them."""
+    return torch.equal(tensor, stored.to(tensor))
 
 
 class Source(Protocol):
@@ -374,6 +388,14 @@ def mis_shaped(folder: Path, wrong: Sequence[tuple[str, Sequence[int], Sequence[
     return RunError(
         f"the weights in {folder} do not fit its config.json: {name} has shape {list(held)}, the model needs {list(needed)}"
         f"{_and_others(wrong)}"
+    )
+
+
+def not_tied(folder: Path, name: str, other: str) -> RunError:
+    """The error for two tensors that differ, although the configuration says that they are one."""
+    return RunError(
+        f"the weights in {folder} do not fit its config.json: it ties {name} and {other}, which are both stored, with different "
+        "values; set tie_word_embeddings to false in config.json"
     )
 
 

@@ -31,6 +31,7 @@ from forebay.errors import (
     DoesNotFit,
     ForebayError,
     Interrupted,
+    NotFinite,
     PeerLost,
     Preempted,
     ReportedElsewhere,
@@ -102,7 +103,9 @@ def train(
         remote = open_checked(config.checkpoint.remote)
         start = mesh.on_main(lambda: claim_start(config, resume, lock, remote))
         layers = None if partition is None else mesh.on_main(partition)
-        with Trainer(config, mesh, layers) as trainer:
+        with _stopping(stop, start):
+            trainer = Trainer(config, mesh, layers)
+        with trainer:
             return _TrainingRun(path, console, start, trainer, stop, limit, remote).run()
 
 
@@ -184,6 +187,27 @@ def _reported_once(mesh: Mesh) -> Iterator[None]:
         if mesh.world.is_main if isinstance(error, Stopped) else mesh.first_to_fail():
             raise
         raise ReportedElsewhere(exit_code_of(error)) from error
+
+
+@contextmanager
+def _stopping(stop: StopRequest, start: Start) -> Iterator[None]:
+    """Context before the first step. An error in it after a signal ends the run as stopped.
+
+    The signal may be its cause: it ends processes that tokenize too.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not stop.signal:
+            raise
+        again = f"go on with --resume {start.folder}" if start.resumed else "start it again"
+        said = f"stopped by {signal.Signals(stop.signal).name} before the first step, while data and model were prepared; {again}"
+        raise _stopped_by(stop.signal)(said) from error
+
+
+def _stopped_by(number: int) -> type[Stopped]:
+    """The error of a run that a signal ends, or for 0 the time limit."""
+    return Interrupted if number == signal.SIGINT else Preempted
 
 
 @contextmanager
@@ -342,7 +366,7 @@ class _TrainingRun:
             return
         self._finish_save(report)  # begun before, with just enough time left
         by = signal.Signals(asked).name if asked else f"train.time_limit = {self.config.train.time_limit}"
-        raise (Interrupted if asked == signal.SIGINT else Preempted)(self._stopped(number, by))
+        raise _stopped_by(asked)(self._stopped(number, by))
 
     def _save_if_due(self, number: int, report: Reporter, is_last: bool) -> tuple[int, bool]:
         """Save after step `number` if a checkpoint is due, or one is to be measured, or the run ends there.
@@ -442,12 +466,21 @@ class _TrainingRun:
         return record
 
     def _validate(self, number: int, report: Reporter) -> None:
-        """Evaluate after step `number`, unless the run has to stop meanwhile."""
+        """Evaluate after step `number`, unless the run has to stop meanwhile.
+
+        Raises:
+            NotFinite: the validation loss is not finite.
+        """
         try:
             loss = self.trainer.evaluate(self._check_validation)
         except _ValidationStopped:
             report.say(f"step {number}: the run has to stop, without a validation loss of this step")
         else:
+            if not math.isfinite(loss):  # the update broke the weights, which must not be saved
+                raise NotFinite(
+                    f"step {number}: the validation loss is {loss}, which is not finite; "
+                    "lower optimizer.lr or lengthen schedule.warmup, and go on from an earlier checkpoint with --resume"
+                )
             report.validation(number, loss)
 
     def _check_validation(self) -> None:
@@ -463,6 +496,7 @@ class _TrainingRun:
             try:
                 return self._load(path)
             except restore.Damaged as error:
+                self.checkpoints.damaged.add(path.name)
                 if self.mesh.world.is_main:
                     self.console.print(str(error), soft_wrap=True)
         return self._load(oldest)

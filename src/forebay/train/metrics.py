@@ -6,13 +6,14 @@ for the loggers of `forebay.train.loggers`. Units are part of the names.
 
 import io
 import json
+import math
 import resource
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Self, TextIO
+from typing import Any, Self, TextIO
 
 import torch
 from rich.console import Console
@@ -189,8 +190,13 @@ class Reporter:
         self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def write(self, values: Mapping[str, float], lists: Mapping[str, Sequence[float]]) -> None:
-        """Append a line to ``metrics.jsonl`` and flush it; `values` go to the loggers too."""
-        self._file.write(json.dumps({**values, **lists}) + "\n")
+        """Append a line to ``metrics.jsonl`` and flush it; `values` go to the loggers too.
+
+        A number that is not finite is null in the line: JSON has no NaN and no infinity.
+        """
+        line: dict[str, Any] = {name: _finite(value) for name, value in values.items()}
+        line |= {name: [_finite(value) for value in figures] for name, figures in lists.items()}
+        self._file.write(json.dumps(line, allow_nan=False) + "\n")
         self._file.flush()
         scalars = {name: value for name, value in values.items() if name != "step"}
         for logger in self._loggers:
@@ -209,6 +215,10 @@ class SilentReporter(Reporter):
 
     def write(self, values: Mapping[str, float], lists: Mapping[str, Sequence[float]]) -> None:
         """Do nothing."""
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 def _progress(console: Console) -> Progress:

@@ -14,7 +14,15 @@ from typing import Any
 from forebay.errors import UsageError, nearest
 from forebay.train.parallel import experts_in
 
-_AT_LEAST_ONE = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
+_AT_LEAST_ONE = (
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "decoder_sparse_step",
+    "moe_layer_interval",
+)
 # Kinds of layers that attend where the mask lets them. Others carry a state from token to token.
 _MASKED = frozenset({"full_attention", "sliding_attention", "chunked_attention", "attention"})
 
@@ -60,6 +68,12 @@ class _Sizes:
             known = list(ACT2FN)
             hint = nearest(activation, known, "activation")
             self._refuse("hidden_act", f"it is unknown; {hint}valid are {', '.join(known)}")
+        for name, value in vars(self._text).items():
+            is_rate = ("dropout" in name or "pdrop" in name) and isinstance(value, (int, float))
+            if is_rate and not 0 <= value <= 1:
+                self._refuse(name, "a probability must be from 0 to 1")
+        self._check_padding()
+        self._check_layer_types()
         self._check_heads()
         self._check_rotary()
         if self._experts:
@@ -72,6 +86,24 @@ class _Sizes:
 
     def _refuse(self, name: str, why: str) -> None:
         raise UsageError(f"{self._where}.{name} = {getattr(self._text, name)!r} does not fit: {why}")
+
+    def _check_padding(self) -> None:
+        padding, size = self._number("pad_token_id"), self._number("vocab_size")
+        if padding is not None and size is not None and not -size <= padding < size:
+            self._refuse(
+                "pad_token_id",
+                f"vocab_size = {size}; valid are 0 to {size - 1}, best an id that the data does not have: "
+                "its embedding is not trained",
+            )
+
+    def _check_layer_types(self) -> None:
+        # Other families make them from their other keys. transformers checks the length of those that are given.
+        if self._text.model_type == "lfm2_moe" and self._text.layer_types is None:
+            layers = self._number("num_hidden_layers")
+            self._refuse(
+                "layer_types",
+                f"it must be a list of num_hidden_layers = {layers} texts, each 'conv' or 'full_attention'",
+            )
 
     def _check_heads(self) -> None:
         heads, groups = self._number("num_attention_heads"), self._number("num_key_value_heads")

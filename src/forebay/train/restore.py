@@ -171,8 +171,8 @@ def _manifest(path: Path) -> dict[str, tuple[int, str]]:
     """Size and digest of each file."""
     manifest = path / MANIFEST
     try:
-        return read_manifest(path)["files"]
-    except (OSError, ValueError, KeyError) as error:
+        return {str(name): (int(size), str(digest)) for name, (size, digest) in read_manifest(path)["files"].items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:  # the last two: JSON of another shape
         raise _damaged(path, f"{manifest.name} is missing or unreadable") from error
 
 

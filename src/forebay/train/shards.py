@@ -31,6 +31,7 @@ from forebay.config import Data, DataSource
 from forebay.errors import RunError, UsageError, first_line, parsed
 from forebay.train import text
 from forebay.train.durable import FolderLock, make_folder, replace_text, sync
+from forebay.train.stop import StopRequest
 from forebay.train.tokenizer import Tokenizer, hash_files, load_tokenizer
 
 INDEX = "index.json"
@@ -143,7 +144,7 @@ def load_corpus(
 
     Raises:
         UsageError, RunError: data is missing, empty or not text (see `forebay.train.text`); shards are damaged, of other texts or
-            of another tokenizer; the folder cannot be written.
+            of another tokenizer; the folder cannot be written; a signal asked the run to stop.
     """
     if source.source == "shards":
         (folder,) = text.paths(source)
@@ -181,6 +182,11 @@ def open_corpus(folder: Path, tokenizer: Tokenizer, what: str, hashed: bool = Fa
         raise UsageError(
             f"the shards in {folder} were written with the tokenizer {named} of {corpus.vocabulary:,} ids, and data.tokenizer is "
             f"{tokenizer.name} of {tokenizer.vocabulary:,} ids; set data.tokenizer to the one that wrote them"
+        )
+    if corpus.dtype.itemsize < _dtype(tokenizer).itemsize:
+        raise RunError(
+            f"the shards in {folder} have {8 * corpus.dtype.itemsize} bits a token, too few for the ids of this tokenizer, which "
+            f"go up to {tokenizer.vocabulary - 1:,}: an earlier version wrote them; {_MEND}"
         )
     size = sum(_size(corpus, shard, ending) for shard in shards for ending in ("bin", "ends"))
     if hashed or size <= _HASHED_BYTES:
@@ -286,6 +292,7 @@ class _ShardFolder:
         """Write what is missing, or wait until another process has done so."""
         try:
             while not (self.folder / INDEX).is_file():
+                _check_stop()
                 make_folder(self.folder)
                 with FolderLock() as lock:
                     if not self._take(lock):
@@ -384,6 +391,7 @@ def _run(jobs: Sequence[_Job], workers: int, tokenizer: Tokenizer) -> Iterable[N
         try:
             for future in as_completed([pool.submit(_work, job, tokenizer.name) for job in jobs]):
                 future.result()
+                _check_stop()
                 yield
         except BrokenProcessPool as error:
             raise RunError(
@@ -409,6 +417,7 @@ def _write_shard(job: _Job, tokenizer: Tokenizer) -> None:
     with _replacing(job.folder / f"{job.name}.bin") as stream:
         count = 0
         for piece in _pieces(job, tokenizer):
+            _check_stop()
             ids = tokenizer.encode(piece.text)
             if piece.ends and tokenizer.end is not None:
                 ids = np.append(ids, tokenizer.end)
@@ -425,6 +434,16 @@ def _write_shard(job: _Job, tokenizer: Tokenizer) -> None:
     sync(job.folder)  # or the description might be on disk before the shard
     shard = Shard(job.name, ends[-1], len(ends) - 1, digest.hexdigest())
     replace_text(job.folder / f"{job.name}.json", json.dumps({"key": job.key, "shard": asdict(shard)}))
+
+
+def _check_stop() -> None:
+    """Raise RunError if a signal asked this process's run to stop. The loop of steps asks only after the first step.
+
+    The handler is a `StopRequest` in a process that trains. `forebay data` and processes that only tokenize end by the signal.
+    """
+    handler = signal.getsignal(signal.SIGTERM)
+    if isinstance(handler, StopRequest) and handler.signal:
+        raise RunError("the run was asked to stop while its data was tokenized; the shards that are done are kept")
 
 
 def _pieces(job: _Job, tokenizer: Tokenizer) -> Iterator[text.Piece]:

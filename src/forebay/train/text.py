@@ -53,16 +53,18 @@ def files(source: DataSource) -> list[Path]:
 
     Raises:
         UsageError: a path does not exist, or a folder holds no file of the right kind.
-        RunError: a file is empty.
+        RunError: a file is empty, or a folder cannot be read.
     """
     if source.source == "stdlib":
         return _stdlib()
-    found = [file for path in paths(source) for file in _expand(path, source.source)]
-    if source.source in ("text", "jsonl", "parquet"):
-        for file in found:
-            if file.stat().st_size == 0:
-                wanted = {"jsonl": "one JSON object a line", "parquet": "a Parquet table"}.get(source.source, "text")
-                raise RunError(f"data file {file} is empty; it must hold {wanted}")
+    try:
+        found = [file for path in paths(source) for file in _expand(path, source.source)]
+        sizes = [file.stat().st_size for file in found]
+    except PermissionError as error:
+        raise RunError(f"data {error.filename} cannot be read: {error.strerror}") from error
+    if source.source in ("text", "jsonl", "parquet") and 0 in sizes:
+        wanted = {"jsonl": "one JSON object a line", "parquet": "a Parquet table"}.get(source.source, "text")
+        raise RunError(f"data file {found[sizes.index(0)]} is empty; it must hold {wanted}")
     return found
 
 

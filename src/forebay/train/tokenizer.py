@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from forebay.errors import UsageError, first_line
+from forebay.errors import RunError, UsageError, first_line
 from forebay.train.durable import digest_of
 
 BYTES_END = 256  # end of document, the only special token of the "bytes" tokenizer
@@ -24,7 +24,7 @@ class Tokenizer:
     """Text to token ids."""
 
     name: str  # "bytes", or "hf-" and a hash of the folder's files
-    vocabulary: int  # number of ids
+    vocabulary: int  # 1 + the largest id
     end: int | None  # id after each document
     encode: Callable[[bytes], np.ndarray]  # UTF-8 bytes to ids, int64 [n]
     folder: Path | None = None  # Hugging Face folder, exported with the model; None for "bytes"
@@ -35,6 +35,7 @@ def load_tokenizer(name: str) -> Tokenizer:
 
     Raises:
         UsageError: the folder does not exist or holds no tokenizer.
+        RunError: a file of it cannot be read.
     """
     if name == "bytes":
         return Tokenizer("bytes", 257, BYTES_END, lambda raw: np.frombuffer(raw, dtype=np.uint8).astype(np.int64))
@@ -57,13 +58,26 @@ def load_tokenizer(name: str) -> Tokenizer:
 
     held = sorted(f for f in folder.iterdir() if f.is_file() and f.suffix in (".json", ".model", ".txt"))
     name = f"hf-{hash_files(held)}"
-    return Tokenizer(name, len(tokenizer), tokenizer.eos_token_id, encode, folder)
+    # Ids may have gaps, as where tokens were removed or added ones begin at a round number.
+    vocabulary = max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=-1))
+    return Tokenizer(name, vocabulary, tokenizer.eos_token_id, encode, folder)
 
 
 def hash_files(files: Iterable[Path]) -> str:
-    """Hash of the files' contents in their order, without names and times."""
+    """Hash of the files' contents in their order, without names and times.
+
+    Raises:
+        RunError: a file cannot be read.
+    """
     total = hashlib.sha256()
     with ThreadPoolExecutor() as pool:  # hashing releases the interpreter's lock
-        for digest in pool.map(digest_of, files):
+        for digest in pool.map(_digest, files):
             total.update(bytes.fromhex(digest))
     return total.hexdigest()
+
+
+def _digest(file: Path) -> str:
+    try:
+        return digest_of(file)
+    except OSError as error:
+        raise RunError(f"{file} cannot be read: {error.strerror}") from error

@@ -1,14 +1,16 @@
-"""Whole steps as one CUDA graph, the default, against the same steps launched by the host, on one GPU or two.
+"""Whole steps as one CUDA graph, the default, against the same steps launched by the host, on one GPU, two or four.
 
-Configurations are some of the blind draws (`benchmarks/planner_blind.py`; `draw:number`), without overlap, with Forebay's
-experts and the fused loss, so both arms compute the same. Those of two GPUs share weights alone (FSDP2). The host's arm frees
-gathered weights after each use, as it does by default. Each arm has processes of its own. Times are medians of 9 whole steps
+Configurations are some of the blind draws (`benchmarks/planner_blind.py`; `draw:number`), with Forebay's experts and the fused
+loss, so both arms compute the same. Those of two GPUs share weights alone (FSDP2); those of four, with twice the batch, share
+weights, experts (EP 2) or a pipeline (PP 2). The host's arm frees gathered weights after each use, as it does by default, and
+overlaps microbatches of expert groups. Each arm has processes of its own. Times are medians of 9 whole steps
 with the optimizer's, the same in both arms, once nothing is left to measure, plan and capture. Peaks are of the first
 process's life, `peak` with the graph's memory while it is replayed.
 
     python benchmarks/local_graph.py                 # two minutes on one H200: results/local_graph.json
     python benchmarks/local_graph.py --gpus 2        # three minutes on two: results/sharded_graph.json
-    python benchmarks/local_graph.py --runs 4:02 5:08
+    python benchmarks/local_graph.py --gpus 4        # five minutes on four: results/sharded_graph_4gpu.json
+    python benchmarks/local_graph.py --runs 4:02 5:08 28:06 5:14 --packing documents --name documents_graph
 """
 
 import argparse

@@ -12,7 +12,7 @@ import torch
 
 import forebay
 from forebay.config import Config, Model
-from forebay.errors import UsageError
+from forebay.errors import RunError, UsageError
 from forebay.models.catalog import PUBLISHED
 from forebay.train import hf_io
 from forebay.train.data import IGNORE
@@ -107,6 +107,16 @@ def by_document(trainer: Trainer, batches: list[Any]) -> float:
                 total += float(output.loss) if (labels != IGNORE).any() else 0.0
                 count += int((labels != IGNORE).sum())
     return total / count
+
+
+def test_an_evaluation_of_documents_of_one_token(short: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:
+    with Trainer(short(train={"eval_every": 1, "eval_batches": 2})) as trainer:
+        read = trainer._held_out
+        assert read is not None
+        batch = read(0)._replace(targets=torch.full_like(read(0).targets, IGNORE))
+        monkeypatch.setattr(trainer, "_held_out", lambda _: batch)
+        with pytest.raises(RunError, match="no token of the validation batches has a loss"):
+            trainer.evaluate()
 
 
 def test_a_step_and_an_evaluation(short: Callable[..., Config]) -> None:

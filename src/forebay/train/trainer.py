@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from forebay.config import Config, Schedule, check_experts, why_called
-from forebay.errors import NotFinite, UsageError
+from forebay.errors import NotFinite, RunError, UsageError
 from forebay.managed import Managed, manage
 from forebay.models.families import moe_blocks
 from forebay.models.router import RouterStats
@@ -416,6 +416,9 @@ class Trainer:
 
         Args:
             before_batch: called before each batch on all processes. An error that it raises on all of them ends the evaluation.
+
+        Raises:
+            UsageError: there is no validation data. RunError: no token of it has a loss.
         """
         if self._held_out is None:
             raise UsageError("there is no validation data; set train.eval_every and data.validation")
@@ -441,6 +444,8 @@ class Trainer:
             if self._shards is not None:
                 self._shards.release()
         total, counted = self.mesh.sum(torch.tensor([total, count], dtype=torch.float64, device=self.device)).tolist()
+        if not counted:
+            raise RunError("no token of the validation batches has a loss; raise train.eval_batches or data.validation")
         return total / counted
 
     def _count(self, targets: Tensor) -> Tensor | int:

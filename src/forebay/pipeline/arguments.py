@@ -31,7 +31,7 @@ class LayerArguments:
         self._given: list[dict[str, Any]] = []
         # Only the shape and dtype go into masks and tables. transformers waits for the device to make them, so they are cached.
         self._by_shape: dict[tuple[torch.Size, torch.dtype], list[dict[str, Any]]] = {}
-        self._by_place: dict[int, tuple[torch.Size, list[dict[str, Any]]]] = {}
+        self._by_place: dict[tuple[int, torch.Size], list[dict[str, Any]]] = {}
 
     def of(self, index: int) -> dict[str, Any]:
         """The keywords of a layer, by its index in `numbers`, for the selected tokens."""
@@ -44,9 +44,9 @@ class LayerArguments:
             self._by_shape[shape] = self._made(ids, dtype, None)
         self._given = self._by_shape[shape]
 
-    def select_place(self, place: int) -> None:
-        """Select those that `write` made last for the microbatch `place` of a step."""
-        self._given = self._by_place[place][1]
+    def select_place(self, place: int, ids: Tensor) -> None:
+        """Select those that `write` made last for the microbatch `place` of a step, whose tokens are ids [B, S]."""
+        self._given = self._by_place[place, ids.shape]
 
     def write(self, place: int, positions: Tensor, dtype: torch.dtype) -> None:
         """Make those of the microbatch `place` of a step. The host does not wait for the device, but for the first ones.
@@ -55,12 +55,13 @@ class LayerArguments:
             positions: [B, S] int64, which restart at 0 in each document.
             dtype: of hidden states.
         """
-        shape, held = self._by_place.get(place, (None, []))
-        if shape != positions.shape:
+        held = self._by_place.get((place, positions.shape))
+        if held is None:
             made = self._made(positions, dtype, positions)
-            self._by_place[place] = positions.shape, tree_map_only(Tensor, _Copies(dtype), made)
+            self._by_place[place, positions.shape] = tree_map_only(Tensor, _Copies(dtype), made)
             return
         made = self._made(positions, dtype, positions, checks=False)
+        # In place: a graph that was captured with these tensors reads them.
         written = set()
         for to, of in zip(tree_leaves(held), tree_leaves(made), strict=True):
             if isinstance(to, Tensor) and id(to) not in written:

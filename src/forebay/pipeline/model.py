@@ -259,7 +259,7 @@ class CutModel:
         if microbatch.place is None:
             self._arguments.select(microbatch.ids, dtype)
         else:
-            self._arguments.select_place(microbatch.place)
+            self._arguments.select_place(microbatch.place, microbatch.ids)
 
 
 class _Embed(torch.autograd.Function):

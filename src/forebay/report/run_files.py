@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from forebay.config import Config, from_mapping
@@ -19,11 +20,13 @@ from forebay.pipeline.activity import ActionRecord
 
 TRACE = "pipeline.json"
 # What pages read of a record in metrics.jsonl, by the key that tells its kind. Names with "_by_" are lists of figures.
-_FIGURES = {
-    "cross_entropy_loss": ("seconds", "tokens_per_second", "peak_bytes_by_rank"),
-    "busy_seconds_by_process": ("peak_bytes_by_process",),
-    "validation_loss": (),
-}
+_FIGURES = MappingProxyType(
+    {
+        "cross_entropy_loss": ("seconds", "tokens_per_second", "peak_bytes_by_rank"),
+        "busy_seconds_by_process": ("peak_bytes_by_process",),
+        "validation_loss": (),
+    }
+)
 # What pages read of the ranks in result.json, and of profile.json by one process or by pipeline rank.
 _OF_RANK = (
     "rank",

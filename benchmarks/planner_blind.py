@@ -11,8 +11,8 @@ as given (`forebay plan --skew`): even, or in some runs with EP skewed. Up to dr
 EP, and a router that is not trained gives most tokens to few experts. The trainer has no LoRA, so there is none here.
 Two of three runs of one GPU, of EP 2 and of FSDP2 are as a user starts them: the keys that are "auto" stay so, and the fast
 path chooses, in plan and run alike. Such draws with EP are repeated until it chooses a graph, which it does for few.
-`--gpus 4` draws runs on four GPUs: FSDP2, EP 2 and PP 2 by turns, whose groups and stages share weights.
-The others have a value for each of these keys, and their steps are launched by the host. `--mesh` draws runs of one mesh
+The others have a value for each of these keys, and their steps are launched by the host. `--gpus 4` draws runs on
+four GPUs: FSDP2, EP 2 and PP 2 by turns, whose groups and stages share weights. `--mesh` draws runs of one mesh
 only (`one`: one GPU), `--device h100` ones that an H100 holds. Runs and figures are those of
 `benchmarks/planner_measure.py`; each run has processes of its own.
 """

@@ -561,9 +561,10 @@ def _guard_cache(model: PreTrainedModel) -> Callable[[], None]:
             trains = self.training or torch.is_grad_enabled()
             if trains and len(args) <= position and kwargs.get("use_cache") is None:
                 kwargs["use_cache"] = False
-                if not (self.training or warned or kwargs.get("labels") is not None) and getattr(
-                    self.config, "use_cache", False
-                ):
+                decodes = (
+                    not self.training and kwargs.get("labels") is None and getattr(self.config, "use_cache", False)
+                )
+                if decodes and not warned:
                     warned = True
                     warnings.warn(
                         "a managed model makes no KV cache while gradients are enabled: to decode, use torch.no_grad(), or pass "

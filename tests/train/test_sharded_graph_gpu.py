@@ -31,6 +31,7 @@ MOVING_STEPS = 20  # where something is offloaded, several graphs are timed firs
 ALONE = {"overlap": False, "reshard": False}
 EXPERTS = {"ep": 2, "overlap": True, "reshard": False, "dispatch": "symmetric", "capacity_factor": 2.0}
 PIPELINE = {"pp": 2, "schedule": "dualpipev", "reshard": False}
+APART = {"source": "stdlib", "path": "", "packing": "documents"}
 FOUR_LAYERS = {**GPU_FAMILIES["glm4_moe"], "num_hidden_layers": 4}  # a stage of a pipeline has one at least
 PLAIN = "plain"  # FSDP2's own hooks gather weights and reduce gradients, without an engine, in another order
 # Name -> what is apart from two microbatches of each process.
@@ -40,16 +41,12 @@ CASES: dict[int, dict[str, Case]] = {
         **{f"{family} in bf16": {"model": {"family": family}} for family in BALANCED},
         **{family: {"model": {"family": family, **MIXED_PRECISION}} for family in GPU_FAMILIES},
         **{name: {"memory": memory, "model": MIXED_PRECISION} for name, memory in GPU_PLACEMENTS.items()},
-        "documents apart": {"data": {"source": "stdlib", "path": "", "packing": "documents"}, "model": MIXED_PRECISION},
-        "experts, documents apart": {
-            "parallel": EXPERTS,
-            "model": {"family": "qwen3_moe"},
-            "data": {"source": "stdlib", "path": "", "packing": "documents"},
-        },
+        "documents apart": {"data": APART, "model": MIXED_PRECISION},
+        "experts, documents apart": {"parallel": EXPERTS, "model": {"family": "qwen3_moe"}, "data": APART},
         "pipelines, documents apart": {
             "parallel": PIPELINE,
             "model": {**MIXED_PRECISION, "config": FOUR_LAYERS},
-            "data": {"source": "stdlib", "path": "", "packing": "documents"},
+            "data": APART,
         },
         "one microbatch": {"train": {"microbatch": 4}, "model": MIXED_PRECISION},
         "replicas": {"parallel": {"replicate": 2}, "model": MIXED_PRECISION},
@@ -101,7 +98,7 @@ def trained(folder: Path, world: int, case: Case, captured: bool, engine: bool) 
         memory={**memory, "graph": engine},
         parallel={**ALONE, **case.get("parallel", {})},
         device={"type": "cuda", "threads": 0},
-        **({"data": case["data"]} if "data" in case else {}),
+        data=case.get("data", {}),
     )
     with Mesh.open(settings) as mesh, Trainer(settings, mesh) as trainer:
         graph = trainer.cuda_graph

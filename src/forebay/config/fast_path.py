@@ -200,7 +200,7 @@ def why_called(c: Config, gpu: bool, experts: int) -> str:
 
 def _float32_obstacles(c: Config) -> Iterator[str]:
     """Why a model with experts has no graph; `F.grouped_mm` is a loop over the experts in float32."""
-    if (c.model.compute or c.model.dtype) != "bfloat16":
+    if c.model.computed_in != "bfloat16":
         yield "grouped products in float32 wait for sizes, as a graph cannot; model.compute = 'bfloat16' does not"
 
 
@@ -225,7 +225,8 @@ def _local_obstacles(c: Config, facts: Facts) -> Iterator[str]:
 
 def _process_obstacles(facts: Facts) -> Iterator[str]:
     if facts.processes not in _PROCESSES:
-        yield f"only 1, 2 or 4 processes ran in a graph, not {facts.processes}; {_BESIDE}"
+        *fewer, most = map(str, _PROCESSES)
+        yield f"only {', '.join(fewer)} or {most} processes ran in a graph, not {facts.processes}; {_BESIDE}"
     if not facts.one_node:
         yield f"processes of several nodes did not run in a graph; {_BESIDE}"
 

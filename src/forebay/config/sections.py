@@ -60,9 +60,14 @@ class Model:
     )
 
     @property
+    def computed_in(self) -> str:
+        """The dtype of forward and backward."""
+        return self.compute or self.dtype
+
+    @property
     def is_mixed(self) -> bool:
         """Whether weights are computed with in another dtype than theirs. FSDP2 casts them, even on one process."""
-        return bool(self.compute) and self.compute != self.dtype
+        return self.computed_in != self.dtype
 
 
 SOURCES = ("stdlib", "text", "jsonl", "parquet", "hf", "shards")

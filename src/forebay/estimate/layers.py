@@ -245,7 +245,7 @@ def sharing_of(config: Config, world: int) -> Sharing:
     """How `world` processes share the model."""
     p, m = config.parallel, config.model
     size = {"float32": 4, "bfloat16": 2}
-    parameter, compute = size[m.dtype], size[m.compute or m.dtype]
+    parameter, compute = size[m.dtype], size[m.computed_in]
     batch = world // p.pp
     several = config.microbatches(batch) > 1
     sharded = world > 1 or config.model.is_mixed
@@ -310,7 +310,7 @@ def _bytes_per_step(config: Config, declared: Any, world: int, per_node: int) ->
     c, ep, sharing = config, config.parallel.ep, world // config.parallel.pp
     layers = TraceCache().facts(c.model, declared).weights.layers
     moe_layers = sum(any(weight.experts for weight in layer) for layer in layers) / c.parallel.pp
-    text, size = declared.get_text_config(), 2 if "bfloat16" in (c.model.compute or c.model.dtype) else 4
+    text, size = declared.get_text_config(), 2 if c.model.computed_in == "bfloat16" else 4
     rows = EvenRouting.of(declared).between_nodes(ep, per_node, c.parallel.dispatch)
     row = text.hidden_size * size
     tokens = c.train.batch * c.train.sequence / sharing

@@ -603,9 +603,7 @@ def _notes(config: Config, placed: Collection[str]) -> list[str]:
             "Weight gradients are made before a rank waits for another one, earlier than the schedule has them."
         )
     if config.data.packing == "documents":
-        mask = format_bytes(
-            (2 if "bfloat16" in (config.model.compute, config.model.dtype) else 4) * config.train.sequence**2
-        )
+        mask = format_bytes((2 if config.model.computed_in == "bfloat16" else 4) * config.train.sequence**2)
         each = "each of a step's microbatches" if config.has_engine else "each layer that keeps its attention"
         notes.append(
             f"Not counted: the masks of data.packing = 'documents', {mask} a sequence for {each}, and that attention is slower "

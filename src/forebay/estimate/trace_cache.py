@@ -115,7 +115,7 @@ class TraceCache:
     def _key(self, section: Model, declared: Any) -> str:
         if id(declared) not in self._texts:
             self._texts[id(declared)] = declared, declared.to_json_string(use_diff=False)
-        return f"{section.attention} {section.compute or section.dtype} {self._texts[id(declared)][1]}"
+        return f"{section.attention} {section.computed_in} {self._texts[id(declared)][1]}"
 
     def _slots(self, *schedule: Any) -> int:
         plan = self.pipeline(*schedule)
@@ -127,7 +127,7 @@ def _skeleton(section: Model, declared: Any, adapt: Callable[[Any], None] | None
     from transformers import AutoModelForCausalLM
 
     asked = "sdpa" if section.attention.startswith("flash") else hf_io.given_to_transformers(section.attention)
-    dtype = getattr(torch, section.compute or section.dtype)
+    dtype = getattr(torch, section.computed_in)
     for attention in (asked, "eager"):
         try:
             with torch.device("meta"):

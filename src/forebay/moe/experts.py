@@ -334,11 +334,14 @@ class _Experts(torch.autograd.Function):
         refuse_second_derivative()
         pending = None if ctx.call.store is None else ctx.call.store.pending
         (dx, d_weights, *d_biases), weight_gradients = _backward(ctx, dy, pending is not None)
-        d_stacks, edge = (None, None), NO_EDGE
+        d_gate_up, d_down, edge = None, None, NO_EDGE
         if ctx.call.store is None:
             of_gate_up, of_down = weight_gradients
-            d_stacks = None if of_gate_up is None or ctx.has_edge else of_gate_up(), of_down and of_down()
-            edge = of_gate_up.of_edge() if ctx.has_edge else NO_EDGE
+            d_down = None if of_down is None else of_down()
+            if ctx.has_edge:
+                edge = of_gate_up.of_edge()
+            elif of_gate_up is not None:
+                d_gate_up = of_gate_up()
         elif ctx.call.edges is not None:
             keep_graph = torch._C._autograd._get_current_graph_task_keep_graph()
             if pending is None:
@@ -346,7 +349,7 @@ class _Experts(torch.autograd.Function):
             else:
                 pending.append(DeferredWeightGradient(ctx.call.edges, weight_gradients, keep_graph))
         _free_pages(ctx)
-        return dx, None, d_weights, *d_stacks, *d_biases, *edge, None, None, None
+        return dx, None, d_weights, d_gate_up, d_down, *d_biases, *edge, None, None, None
 
 
 def _free_pages(ctx: Any) -> None:

@@ -56,17 +56,14 @@ class LayerArguments:
             dtype: of hidden states.
         """
         held = self._by_place.get((place, positions.shape))
+        made = self._made(positions, dtype, positions, checks=held is None)
         if held is None:
-            made = self._made(positions, dtype, positions)
-            self._by_place[place, positions.shape] = tree_map_only(Tensor, _Copies(dtype), made)
+            own = {id(t): _bias(t, dtype).clone(memory_format=torch.contiguous_format) for t in _tensors(made)}
+            self._by_place[place, positions.shape] = tree_map_only(Tensor, lambda t: own[id(t)], made)
             return
-        made = self._made(positions, dtype, positions, checks=False)
         # In place: a graph that was captured with these tensors reads them.
-        written = set()
-        for to, of in zip(tree_leaves(held), tree_leaves(made), strict=True):
-            if isinstance(to, Tensor) and id(to) not in written:
-                written.add(id(to))
-                to.copy_(_bias(of, dtype))
+        for to, of in zip(_tensors(held), _tensors(made), strict=True):
+            to.copy_(_bias(of, dtype))
 
     def _made(
         self, tokens: Tensor, dtype: torch.dtype, positions: Tensor | None, checks: bool = True
@@ -106,18 +103,9 @@ class LayerArguments:
         return [given[number] for number in self._numbers]
 
 
-class _Copies:
-    """Copies tensors to contiguous memory, each once, masks as biases of `dtype`."""
-
-    def __init__(self, dtype: torch.dtype):
-        self._dtype = dtype
-        self._copies: dict[int, tuple[Tensor, Tensor]] = {}  # with what was copied, whose id no other gets meanwhile
-
-    def __call__(self, tensor: Tensor) -> Tensor:
-        if id(tensor) not in self._copies:
-            copy = _bias(tensor, self._dtype).clone(memory_format=torch.contiguous_format)
-            self._copies[id(tensor)] = tensor, copy
-        return self._copies[id(tensor)][1]
+def _tensors(made: list[dict[str, Any]]) -> list[Tensor]:
+    """The tensors in it, each once: layers share them."""
+    return list({id(t): t for t in tree_leaves(made) if isinstance(t, Tensor)}.values())
 
 
 def _bias(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -204,8 +204,8 @@ class GradientEngine:
     def _tokens(self, microbatches: Sequence[tuple[Tensor, ...]]) -> list[tuple[Tensor, Tensor]]:
         """Ids and labels; what positions become is written to the memory that the step reads."""
         for place, (_, _, *positions) in enumerate(microbatches):
-            for of_tokens in positions:
-                self._cut.write_arguments(place, of_tokens)
+            if positions:
+                self._cut.write_arguments(place, positions[0])
         return [(ids, labels) for ids, labels, *_ in microbatches]
 
     def _work(self, microbatches: Microbatches, count: Tensor | int) -> list[Microbatch]:
@@ -270,7 +270,7 @@ class LocalGradients(GradientEngine):
     """
 
     def __init__(self, parts: EngineParts):
-        cut = CutModel(parts.model, parts.memory, _dtype(parts.config))
+        cut = CutModel(parts.model, parts.memory, getattr(torch, parts.config.model.computed_in))
         super().__init__(parts, cut)
         if parts.router is not None:
             self._balance = LocalBalance(balance_loss, parts.balance, self._device)
@@ -354,7 +354,7 @@ class PipelinedGradients(GradientEngine):
     def __init__(self, parts: EngineParts, plan: PipelinePlan, partition: Partition, experts: int):
         config, mesh, memory = parts.config, parts.mesh, parts.memory
         assert mesh.pipeline is not None
-        super().__init__(parts, CutModel(parts.model, memory, _dtype(config)))
+        super().__init__(parts, CutModel(parts.model, memory, getattr(torch, config.model.computed_in)))
         self.plan, self.partition = plan, partition
         self._rank, self._memory = mesh.pp_rank, memory
         if experts:
@@ -461,12 +461,6 @@ class PipelinedGradients(GradientEngine):
             weights=self._deferred.store,
             idle=self._memory.manager.idle,
         )
-
-
-def _dtype(config: Config) -> torch.dtype:
-    """Of hidden states."""
-    found: torch.dtype = getattr(torch, config.model.compute or config.model.dtype)
-    return found
 
 
 def _backward_order(plan: PipelinePlan, rank: int, regions: Mapping[int, Sequence[str]]) -> list[tuple[str, int]]:

@@ -83,7 +83,7 @@ def choose_path(
     gathers = decides and p.pp == 1 and (m.is_mixed or shares_weights(config, processes))
     sketch = outline(model) if gathers or (decides and isinstance(config.memory.policy, dict)) else None
     text = model.get_text_config()
-    takes_rows = p.ep == 1 or symmetric_takes(text.hidden_size, _dtypes(config)[1])
+    takes_rows = p.ep == 1 or symmetric_takes(text.hidden_size, getattr(torch, m.computed_in))
     reaches, one_node = nearness() if not is_local or (decides and processes > 1) else (True, True)
     facts = Facts(
         gpu,
@@ -129,7 +129,8 @@ def bytes_of_graph(config: Config, processes: int, weights: Iterable[tuple[int, 
     Args:
         weights: elements of each weight, and whether it belongs to experts.
     """
-    ep, (dtype, computes) = config.parallel.ep, _dtypes(config)
+    ep, m = config.parallel.ep, config.model
+    dtype, computes = getattr(torch, m.dtype), getattr(torch, m.computed_in)
     if ep > 1:  # called steps gather other weights once as well
         shared = processes > ep * config.parallel.replicate
         return sum(n for n, is_expert in weights if is_expert) // ep * computes.itemsize if shared else 0
@@ -139,11 +140,6 @@ def bytes_of_graph(config: Config, processes: int, weights: Iterable[tuple[int, 
     sums = 4 if config.parallel.gradients == "float32" else computes.itemsize
     whole = computes.itemsize + (sums if config.microbatches(processes) < 2 else 0)
     return sum(n for n, _ in weights) * whole
-
-
-def _dtypes(config: Config) -> tuple[torch.dtype, torch.dtype]:
-    """Of parameters and of computation."""
-    return getattr(torch, config.model.dtype), getattr(torch, config.model.compute or config.model.dtype)
 
 
 def _container(policy: str | Mapping[str, str], sketch: Outline) -> str | None:

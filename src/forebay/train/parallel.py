@@ -199,7 +199,7 @@ def dispatcher_of(model: Any, mesh: Mesh, config: Config) -> TokenDispatcher | N
             tokens=config.microbatch(mesh.batch.size) * config.train.sequence,
             hidden=text.hidden_size,
             slots_per_token=text.num_experts_per_tok,
-            dtype=getattr(torch, config.model.compute or config.model.dtype),
+            dtype=getattr(torch, config.model.computed_in),
             capacity_factor=config.step.capacity_factor or None,
             timeout=timedelta(seconds=config.parallel.timeout),
         )

@@ -11,6 +11,9 @@ process's life, `peak` with the graph's memory while it is replayed.
     python benchmarks/local_graph.py --gpus 2        # three minutes on two: results/sharded_graph.json
     python benchmarks/local_graph.py --gpus 4        # five minutes on four: results/sharded_graph_4gpu.json
     python benchmarks/local_graph.py --runs 4:02 5:08 28:06 5:14 --packing documents --name documents_graph
+    python benchmarks/local_graph.py --runs qwen2_moe granitemoe ernie4_5_moe lfm2_moe llama --name families_graph
+
+The last one has 6 layers at published widths (`WIDTHS`), in bf16, 4 microbatches of 2048 tokens.
 """
 
 import argparse
@@ -37,6 +40,34 @@ RUNS = {
     4: ("28:05", "26:05", "20:17", "22:02", "28:08", "26:08", "26:11", "21:23"),
 }
 NAMES = {1: "local_graph", 2: "sharded_graph", 4: "sharded_graph_4gpu"}
+# Of the config.json of Qwen1.5-MoE-A2.7B, granite-3.1-3b-a800m-base, ERNIE-4.5-21B-A3B-Base, LFM2-8B-A1B and Llama-3.2-1B.
+WIDTHS: dict[str, dict[str, Any]] = {
+    "qwen2_moe": {
+        **{"hidden_size": 2048, "num_attention_heads": 16, "num_key_value_heads": 16, "vocab_size": 151936},
+        **{"num_experts": 60, "num_experts_per_tok": 4, "moe_intermediate_size": 1408},
+        **{"shared_expert_intermediate_size": 5632, "intermediate_size": 5632},
+    },
+    "granitemoe": {
+        **{"hidden_size": 1536, "num_attention_heads": 24, "num_key_value_heads": 8, "vocab_size": 49155},
+        **{"num_local_experts": 40, "num_experts_per_tok": 8, "intermediate_size": 512},
+        **{"embedding_multiplier": 12.0, "logits_scaling": 6.0, "residual_multiplier": 0.22},
+        **{"attention_multiplier": 0.015625},
+    },
+    "ernie4_5_moe": {
+        **{"hidden_size": 2560, "num_attention_heads": 20, "num_key_value_heads": 4, "vocab_size": 103424},
+        **{"moe_num_experts": 64, "moe_k": 6, "moe_intermediate_size": 1536, "moe_num_shared_experts": 2},
+        **{"intermediate_size": 12288, "head_dim": 128},
+    },
+    "lfm2_moe": {
+        **{"hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 65536},
+        **{"num_experts": 32, "num_experts_per_tok": 4, "moe_intermediate_size": 1792, "intermediate_size": 7168},
+        **{"num_dense_layers": 2, "layer_types": ["conv", "conv", "full_attention"] * 2},
+    },
+    "llama": {
+        **{"hidden_size": 2048, "num_attention_heads": 32, "num_key_value_heads": 8, "vocab_size": 128256},
+        **{"intermediate_size": 8192, "head_dim": 64},
+    },
+}
 PORT = 29500
 TIMED = 9
 LEAST = (
@@ -48,6 +79,15 @@ _MESH = ("ep", "pp", "schedule", "partition")
 
 def sections_of(run: str, graph: bool, gpus: int, packing: str = "joined") -> tuple[str, dict[str, Any]]:
     """The name and the configuration of an arm."""
+    if run in WIDTHS:
+        sizes = {**WIDTHS[run], "num_hidden_layers": 6}
+        return run, {
+            "model": {"family": run, "config": sizes, "dtype": "bfloat16"},
+            "data": {"packing": packing},
+            "train": {"batch": 4, "microbatch": 1, "sequence": 2048, "steps": MOST},
+            "memory": {"graph": "auto" if graph else False},
+            "log": {"folder": f"/tmp/{run}", "progress": "off"},
+        }
     draw, number = run.split(":")
     drawn = json.loads((Path(__file__).parent / "results" / f"planner_blind_{draw}.json").read_text())["runs"]
     name, entry = next(found for found in entries_of(drawn).items() if found[0].startswith(number))

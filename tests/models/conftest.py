@@ -170,6 +170,20 @@ MORE_FAMILIES: dict[str, tuple[str, dict]] = {
     ),
     "solar_open": ("SolarOpenConfig", {**_SHARED, "head_dim": HEAD}),
 }
+# Their experts' output is scaled, normed, or added under a condition.
+NOT_JUST_ADDED = (
+    "afmoe",
+    "axk1",
+    "ernie4_5_moe",
+    "flex_olmo",
+    "granitemoe",
+    "granitemoe_swa",
+    "granitemoehybrid",
+    "granitemoeshared",
+    "hy_v3",
+    "laguna",
+    "minimax",
+)
 # With the families of which Forebay knows the loss alone.
 CAUSAL_LMS: dict[str, tuple[str, dict]] = {
     **FAMILIES,

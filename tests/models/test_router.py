@@ -154,7 +154,7 @@ def test_models_that_cannot_be_balanced_are_named(model):
     with pytest.raises(ValueError, match="Qwen3ForCausalLM"):
         RouterStats(build_tiny("qwen3"))
     assert not RouterStats(model).has_bias
-    with pytest.raises(ValueError, match=r"Qwen3MoeTopKRouter.*load_balancing_loss"):
+    with pytest.raises(ValueError, match=r"Qwen3MoeSparseMoeBlock.*load_balancing_loss"):
         RouterStats(model).update_bias(0.001)
     with pytest.raises(ValueError, match=r"model.layers.1.mlp.*bfloat16"):  # such a bias would not move
         RouterStats(build_tiny("deepseek_v3").to(torch.bfloat16)).update_bias(0.001)

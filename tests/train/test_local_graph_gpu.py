@@ -92,6 +92,13 @@ def test_replayed_steps_with_every_placement_have_the_bits_of_called_ones(tmp_pa
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("placed", ["keep", "recompute", "what fits"])
+def test_replayed_steps_with_flex_attention_have_the_bits_of_called_ones(tmp_path: Path, placed: str) -> None:
+    compare(tmp_path, "gpt_oss", {**MEMORY[placed], "compile": True}, {"attention": "flex", **MIXED_PRECISION})
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("deterministic")
 def test_replayed_steps_with_a_budget_in_bf16_have_the_bits_of_called_ones(tmp_path: Path) -> None:
     compare(tmp_path, "qwen3_moe", MEMORY["a budget"], {"dtype": "bfloat16"})
 

@@ -7,14 +7,15 @@ processes of a run, and its plan, call the same pure function.
 A graph is chosen only for what ran on GPUs with these keys given by hand, in comparison with steps that the host launches.
 Without one, expert groups of any size overlap and leave room for rows; that was measured on 2 and 4 GPUs:
 
-    one process          tests/train/test_local_graph_gpu.py (all families), benchmarks/results/local_graph.json
-    sharded weights      tests/train/test_sharded_graph_gpu.py (2 GPUs, all families, bitwise; 4 GPUs), sharded_graph.json and
+    every family         tests/train/test_every_family_gpu.py (1 and 2 GPUs, bitwise), benchmarks/results/families_graph.json
+    one process          tests/train/test_local_graph_gpu.py (all placements), benchmarks/results/local_graph.json
+    sharded weights      tests/train/test_sharded_graph_gpu.py (2 GPUs, seven families, bitwise; 4 GPUs), sharded_graph.json and
                          sharded_graph_4gpu.json of benchmarks/results; on 4 GPUs also groups of EP 2 and pipelines of 2
-    expert parallelism   tests/train/test_cuda_graph_gpu.py (2 GPUs, all families, bitwise), paging_ep2_*.json, paging_ep4.json
+    expert parallelism   tests/train/test_cuda_graph_gpu.py (2 GPUs, seven families, bitwise), paging_ep2_*.json, paging_ep4.json
                          and paging_reshard.json of benchmarks/results
     without its graph    the arms "capacity", "exact" and "nccl" of the same files; "own routing" of ep.json, which reshards
-    pipelines            tests/train/test_engines_gpu.py (2 GPUs, all families, bitwise), benchmarks/results/pipeline_2gpu_*.json,
-                         pipeline_graph_pp4.json
+    pipelines            tests/train/test_engines_gpu.py (2 GPUs, seven families, bitwise), pipeline_2gpu_*.json and
+                         pipeline_graph_pp4.json of benchmarks/results
 """
 
 from __future__ import annotations
@@ -37,7 +38,45 @@ GRAPH_NODES = 500_000
 138 and 300 MB for 4 x 8, 16 x 16 and 48 x 16 layers and microbatches. Each takes 12 ms of a slow host to capture."""
 MOST_NODES = 1 << 30
 """Bytes of nodes that a graph may have on one process."""
-_FAMILIES = ("qwen3_moe", "glm4_moe", "deepseek_v2", "deepseek_v3", "mixtral", "olmoe", "gpt_oss")
+# Those of tests/train/test_every_family_gpu.py.
+_ADDED = (  # attention, and experts whose sum is added
+    *(
+        "axk2",
+        "deepseek_v2",
+        "deepseek_v3",
+        "deepseek_v32",
+        "dots1",
+        "exaone_moe",
+        "glm4_moe",
+        "glm4_moe_lite",
+        "gpt_oss",
+    ),
+    *(
+        "hunyuan_v1_moe",
+        "mellum",
+        "mimo_v2_flash",
+        "minimax_m2",
+        "mixtral",
+        "olmoe",
+        "qwen2_moe",
+        "qwen3_moe",
+        "solar_open",
+    ),
+)
+_NOT_JUST_ADDED = (
+    "afmoe",
+    "axk1",
+    "ernie4_5_moe",
+    "flex_olmo",
+    "granitemoe",
+    "granitemoe_swa",
+    "granitemoeshared",
+    "hy_v3",
+    "laguna",
+)
+_OTHER_MIXERS = ("granitemoehybrid", "kimi_linear", "lfm2_moe", "qwen3_5_moe_text", "qwen3_next")
+_DENSE = ("granite", "llama", "mistral", "qwen2", "qwen3")
+FAMILIES = (*_ADDED, *_NOT_JUST_ADDED, *_OTHER_MIXERS, *_DENSE)
 _OVERLAPPED = frozenset({"keep", "recompute", "stash"})  # placements
 _PROCESSES = (1, 2, 4)  # of a graph's runs
 _BESIDE = "memory.graph = true tries it"
@@ -59,6 +98,7 @@ class Facts:
         gathered: bytes that each process holds more in a graph than in a called step: weights that are gathered for whole steps,
             not those that it computes with in place, and whole gradients where a called step has none.
         layers: decoder layers of the model.
+        jitters: whether its MoE blocks draw random numbers.
         container: path of a module that `memory.policy` places and that contains sublayers; None if there is none. A graph runs
             the sublayers, and never such a module.
     """
@@ -71,6 +111,7 @@ class Facts:
     takes_rows: bool = True
     gathered: int = 0
     layers: int = 0
+    jitters: bool = False
     container: str | None = None
 
 
@@ -294,10 +335,14 @@ def _obstacles(c: Config, facts: Facts) -> Iterator[str]:
 
 def _model_obstacles(c: Config, facts: Facts) -> Iterator[str]:
     m = c.model
-    if facts.family not in _FAMILIES:
-        yield f"no model of family {facts.family!r} ran in a graph, only of {', '.join(_FAMILIES)}; {_BESIDE}"
-    if (m.experts, m.loss) != ("forebay", "fused") or m.attention not in ("sdpa", "eager"):
-        yield "it needs model.experts = 'forebay', model.loss = 'fused' and model.attention = 'sdpa' or 'eager'"
+    if facts.family not in FAMILIES:
+        yield f"no model of family {facts.family!r} ran in a graph (docs/models.md names those that did); {_BESIDE}"
+    if facts.jitters:
+        yield "model.config.router_jitter_noise draws random numbers in MoE blocks, whose parts a graph's step calls"
+    if (m.experts, m.loss) != ("forebay", "fused") or m.attention not in ("sdpa", "eager", "flex"):
+        yield "it needs model.experts = 'forebay', model.loss = 'fused' and model.attention = 'sdpa', 'eager' or 'flex'"
+    if m.attention == "flex" and facts.processes > 1:
+        yield f"model.attention = 'flex' ran in a graph on one GPU only; {_BESIDE}"
     if c.memory.precision != "exact" and facts.processes > 1:
         yield f"memory.precision = {c.memory.precision!r} ran in a graph on one GPU only"
     if c.parallel.reduce != "step":

@@ -133,7 +133,7 @@ def _check_limits(where: str, value: Any, limits: Mapping[str, Any], hint: Any) 
     choices, low, high = limits.get("choices"), limits.get("low"), limits.get("high")
     if isinstance(value, str) and choices and value not in choices:
         beside = [_SINGULAR[kind] for kind in typing.get_args(hint) if kind in (bool, int, float)]
-        valid = ", ".join([*choices, *beside])
+        valid = ", ".join([*(choice or "''" for choice in choices), *beside])
         raise UsageError(f"{where} = {value!r} is unknown; {nearest(value, choices, 'value')}valid are {valid}")
     if isinstance(value, str):
         return

@@ -126,7 +126,7 @@ class Train:
     sequence: int = key(256, "Tokens a sequence.", low=1)
     seed: int = key(0, "Seed of weights, dropout and the order of the data.", low=0, high=2**63 - 1)
     clip: float = key(1.0, "Largest gradient norm; 0 turns clipping off.", low=0.0)
-    router_bias_rate: float = key(0.001, "Step of the router's balancing bias (DeepSeek-V3 and GLM-4-MoE).", low=0.0)
+    router_bias_rate: float = key(0.001, "Step of the routers' bias that balances families like DeepSeek-V3.", low=0.0)
     eval_every: int = key(0, "Steps between validations; 0 is never.", low=0)
     eval_batches: int = key(4, "Batches a validation.", low=1)
     time_limit: str = key(

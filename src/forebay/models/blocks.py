@@ -306,6 +306,12 @@ class SublayerForward:
         return self.attention.call(hidden_states, attention_mask=attention_mask, **others)
 
     @property
+    def routes_whole(self) -> bool:
+        """Whether it has a MoE sublayer that runs whole and returns its router's outputs."""
+        moe = self._parts.moe
+        return moe is not None and self.stages is None and {"logits", "ids"} <= set(moe.routing.outputs)
+
+    @property
     def experts(self) -> nn.Module | None:
         """The module that holds the experts' weights; None for a dense layer, or one that has its attention only."""
         return None if self._parts.moe is None or not self._parts.has_mlp else innermost(self._block.experts)
@@ -469,8 +475,8 @@ class _Maker:
         if moe is None:
             return site(partial(whole, layer))
         light_recompute = light_recompute_of(moe.experts)
-        if self._dispatcher is not None:
-            front = self._front(parts, moe)
+        front = None if self._dispatcher is None else self._front(parts, moe)
+        if front is not None and self._dispatcher is not None:
             experts = partial(_experts, layer, parts.block)
             stages = MoeStages(front, partial(experts, False), self._dispatcher)
             # An engine runs stage 3 without the module's hooks: FSDP2's would take the end of stage 3's backward for the end
@@ -484,10 +490,13 @@ class _Maker:
         plain = partial(sublayer, edge=None)  # in eager mode the experts make their own
         return site(partial(_plain_or_whole, kind, parts.block, plain, whole, layer), light_recompute)
 
-    def _front(self, parts: LayerParts, moe: MoeBlock) -> Callable[[Tensor], Front]:
+    def _front(self, parts: LayerParts, moe: MoeBlock) -> Callable[[Tensor], Front] | None:
+        """Stage 1; None for a block that does more with the experts' sum than to add it, which one process runs whole."""
         block, shared = self._once(moe.routing.front, self._direct) or (None, False)
         half = self._once(parts.halves.front, parts.block, shared)
         if block is None or half is None:
+            if self._dispatcher is None or self._dispatcher.size == 1:
+                return None
             raise ValueError(
                 f"{parts.block_path!r} ({type(getattr(parts.module, parts.block)).__name__}) does not just add the output of its "
                 "experts to the hidden states: expert parallelism is not supported for it"

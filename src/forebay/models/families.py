@@ -29,6 +29,7 @@ class MoeBlock:
     """The parts of a transformers MoE block; `path` is the block's module path."""
 
     path: str
+    module: nn.Module
     router: nn.Module
     """Maps [T, H] to what `routing.outputs` names: logits [T, E], weights [T, K], ids [T, K] int64."""
     experts: nn.Module
@@ -197,7 +198,7 @@ class _Known:
         routing = self._routing[base]
         if routing is None:
             return None
-        return MoeBlock(path, innermost(getattr(module, routing.router)), innermost(module.experts), routing)
+        return MoeBlock(path, module, innermost(getattr(module, routing.router)), innermost(module.experts), routing)
 
 
 def _layer_base(module: nn.Module) -> type[nn.Module] | None:
@@ -314,7 +315,7 @@ def keep_part(
     if not embedding:
         model.set_input_embeddings(None)
     if not head:
-        base.norm = nn.Identity()
+        setattr(base, final_norm(base), nn.Identity())
         model.lm_head = None
 
 
@@ -343,6 +344,24 @@ def cut_in_two(layer: nn.Module) -> tuple[list[str], list[str]]:
             "sublayers; give whole numbers of layers"
         )
     return found
+
+
+def final_norm(base: Any) -> str:
+    """The name of the norm after the last layer in a base model, or of what a part has in its place.
+
+    Raises:
+        ValueError: no module of the base model, or several, could be it.
+    """
+    names = [
+        name
+        for name, module in base.named_children()
+        if isinstance(module, nn.Identity) or {p.ndim for p in module.parameters()} == {1}
+    ]
+    if len(names) != 1:
+        raise ValueError(
+            f"{type(base).__name__} has no single norm after its layers: {', '.join(names) or 'there is none'}"
+        )
+    return names[0]
 
 
 def all_layers(model: Any) -> tuple[nn.Module, ...]:

@@ -145,6 +145,17 @@ def _head_forward(self: nn.Linear, hidden: Tensor, targets: Tensor | None = None
     return linear_cross_entropy(hidden, self.weight, targets, bias=self.bias, **options)
 
 
+def logits_scale(model: nn.Module) -> Callable[[Tensor], Tensor]:
+    """What a `*ForCausalLM` with a fused loss does to the hidden states before its head: nothing, or a factor's product."""
+    family = transformers_base(model)
+    source = None if family is None else source_of(family.forward)
+    scales = [] if source is None else [statement for statement in source.tree.body if _scales_logits(statement)]
+    if not scales:
+        return lambda hidden: hidden
+    assert source is not None
+    return partial(source.make([*scales, ast.Return(expression("logits", scales[-1]))], "logits"), model)
+
+
 def head_loss(
     head: Callable[..., Tensor],
     hidden: Tensor,

@@ -2,7 +2,7 @@
 
 Input: a model with MoE blocks (`forebay.models.families.moe_blocks`), whose decoder layers run as transformers' own or as
 sublayers, compiled or not. Output: within `RouterStats.recording()`, one `RouterOutput` for each MoE layer and forward, in
-forward order; from these the load-balancing loss of Switch-style models and the bias update of DeepSeek-V3 and GLM-4-MoE.
+forward order; from these the load-balancing loss of Switch-style models and the bias update of DeepSeek-V3's balancing.
 Records hold the autograd graph of their forward until the next `recording()` or `clear()`; counts are integers on the
 device. Nothing here synchronizes with the device.
 """
@@ -33,6 +33,7 @@ class RouterOutput:
 
 
 _ENTROPY = ":entropy"  # no module's path has a colon
+_BIASES = "e_score_correction_bias", "expert_bias"  # transformers' names, in a router or in its block
 
 
 class RouterStats:
@@ -137,13 +138,13 @@ class RouterStats:
         after backward.
 
         Raises:
-            ValueError: the family has no `e_score_correction_bias`, or keeps it in less than fp32, where the usual rate of
-                0.001 is rounded away.
+            ValueError: the family has no such bias, or keeps it in less than fp32, where the usual rate of 0.001 is rounded
+                away.
         """
         if not self.has_bias:
             raise ValueError(
-                f"{type(self._blocks[0].router).__name__} has no e_score_correction_bias: this family "
-                "balances by `load_balancing_loss`"
+                f"{type(self._blocks[0].module).__name__} has no {' or '.join(_BIASES)}: this family balances by "
+                "`load_balancing_loss`"
             )
         for block in self._blocks:
             bias = _bias(block)
@@ -151,11 +152,11 @@ class RouterStats:
                 continue
             if bias.dtype != torch.float32:
                 raise ValueError(
-                    f"e_score_correction_bias of {block.path!r} is {bias.dtype}; keep it in float32 "
+                    f"the bias of the router of {block.path!r} is {bias.dtype}; keep it in float32 "
                     "(model.to(torch.bfloat16) casts buffers too, from_pretrained(dtype=...) does not)"
                 )
             load = self._count_of(block).to(bias.device, torch.float32)
-            bias.add_(torch.sign(load.mean() - load), alpha=rate)
+            bias.add_(torch.sign(load.mean() - load).view_as(bias), alpha=rate)  # Ernie's is [1, E]
         self.reset_counts()
 
     def reset_counts(self) -> None:
@@ -253,5 +254,18 @@ def _joined(parts: Sequence[Tensor], device: torch.device) -> Tensor:
 
 
 def _bias(block: MoeBlock) -> Tensor | None:
-    bias = getattr(block.router, "e_score_correction_bias", None)
-    return bias if isinstance(bias, Tensor) else None
+    held = (*block.module.named_buffers(), *block.module.named_parameters())
+    return next((tensor for name, tensor in held if name.rpartition(".")[2] in _BIASES), None)
+
+
+def biases_to_float32(model: nn.Module) -> None:
+    """Make the routers' biases float32 buffers, whatever they are.
+
+    bf16 would round their updates away. Some families have them as parameters without a gradient, which FSDP2 would shard.
+    """
+    for module in model.modules():
+        for name in _BIASES:
+            bias = getattr(module, name, None)
+            if isinstance(bias, Tensor):
+                delattr(module, name)
+                module.register_buffer(name, bias.detach().float())

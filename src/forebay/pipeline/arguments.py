@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import masking_utils
 
-from forebay.models.families import all_layers
+from forebay.models.families import all_layers, final_norm
 
 
 class LayerArguments:
@@ -32,10 +32,16 @@ class LayerArguments:
         # Only the shape and dtype go into masks and tables. transformers waits for the device to make them, so they are cached.
         self._by_shape: dict[tuple[torch.Size, torch.dtype], list[dict[str, Any]]] = {}
         self._by_place: dict[tuple[int, torch.Size], list[dict[str, Any]]] = {}
+        self._norm = final_norm(self._base)
+        self._factor = 1.0
 
     def of(self, index: int) -> dict[str, Any]:
         """The keywords of a layer, by its index in `numbers`, for the selected tokens."""
         return self._given[index]
+
+    def scaled(self, embedded: Tensor) -> Tensor:
+        """Embedded tokens times the factor that the family has before its first layer, such as Granite's."""
+        return embedded if self._factor == 1 else embedded * self._factor
 
     def select(self, ids: Tensor, dtype: torch.dtype) -> None:
         """Select those for joined documents: ids [B, S], hidden states of `dtype`."""
@@ -72,26 +78,36 @@ class LayerArguments:
 
         Args:
             tokens: [B, S] like the tokens.
-            checks: raise ValueError if the layers' input is not the embedded tokens. The host waits for the device.
+            checks: find the factor of embedded tokens, and raise ValueError if the first layer's input is anything else. The host
+                waits for the device.
         """
-        given: list[dict[str, Any]] = []
         size = *tokens.shape, self._model.config.get_text_config().hidden_size
-        if checks:
-            # Random hidden states, because a part may have no embedding; from a generator of their own, to leave the run's alone.
-            numbers = torch.Generator(tokens.device).manual_seed(0)
-            x = torch.rand(size, dtype=dtype, device=tokens.device, generator=numbers)
-        else:
-            x = torch.zeros((), dtype=dtype, device=tokens.device).expand(size)
+        if not checks:
+            return self._run(torch.zeros((), dtype=dtype, device=tokens.device).expand(size), positions)[1]
+        # Random hidden states, because a part may have no embedding; from a generator of their own, to leave the run's alone.
+        numbers = torch.Generator(tokens.device).manual_seed(0)
+        x = torch.rand(size, dtype=dtype, device=tokens.device, generator=numbers)
+        first, given = self._run(x, positions)
+        if not torch.equal(first, x):
+            one = torch.ones(1, 1, size[-1], dtype=torch.float64, device=tokens.device)  # has every digit of the factor
+            self._factor = float(self._run(one, None)[0][0, 0, 0])
+        if not torch.equal(first, self.scaled(x)):
+            raise ValueError(f"{type(self._base).__name__} changes embedded tokens before its first layer")
+        return given
+
+    def _run(self, x: Tensor, positions: Tensor | None) -> tuple[Tensor, list[dict[str, Any]]]:
+        """The first layer's input for embedded tokens x [B, S, H], and what the layers of these numbers are given beside it."""
+        inputs: list[Tensor] = []
+        given: list[dict[str, Any]] = []
 
         def note(hidden_states: Tensor, keywords: dict[str, Any]) -> None:
-            if checks and not given and not torch.equal(hidden_states, x):
-                raise ValueError(f"{type(self._base).__name__} changes embedded tokens before its first layer")
+            inputs.append(hidden_states)
             given.append(keywords)
 
-        layers, norm = self._base.layers, self._base.norm
+        layers, norm = self._base.layers, getattr(self._base, self._norm)
         self._base.layers = nn.ModuleList(_StandIn(layer, note) for layer in all_layers(self._model))
         if positions is not None:
-            self._base.norm = nn.Identity()  # its weight is sharded between steps
+            setattr(self._base, self._norm, nn.Identity())  # its weight is sharded between steps
         # transformers leaves out the mask of a batch in which no document begins, and asks the device for that. Replays of a
         # graph need the same tensors in every step.
         always = patch.object(masking_utils, "find_packed_sequence_indices", _documents_of)
@@ -99,8 +115,9 @@ class LayerArguments:
             with torch.no_grad(), nullcontext() if positions is None else always:
                 self._base(inputs_embeds=x, position_ids=positions, use_cache=False)
         finally:
-            self._base.layers, self._base.norm = layers, norm
-        return [given[number] for number in self._numbers]
+            self._base.layers = layers
+            setattr(self._base, self._norm, norm)
+        return inputs[0], [given[number] for number in self._numbers]
 
 
 def _tensors(made: list[dict[str, Any]]) -> list[Tensor]:

@@ -19,10 +19,12 @@ from forebay.kernels.token_rows import add_token_rows
 from forebay.managed import Managed
 from forebay.memory.overrides import is_managed
 from forebay.models.blocks import SublayerForward
-from forebay.models.fused_loss import head_loss
+from forebay.models.families import final_norm
+from forebay.models.fused_loss import head_loss, logits_scale
 from forebay.models.linear_cross_entropy import linear_cross_entropy_into
 from forebay.moe.dispatch import Front, TokenDispatcher
 from forebay.pipeline.arguments import LayerArguments
+from forebay.pipeline.sublayer import RoutedOutput
 from forebay.policy import refuse_containers
 
 
@@ -49,8 +51,9 @@ class CutLayer:
     """One decoder layer; see `forebay.pipeline.sublayer.Layer`.
 
     Attributes:
-        dispatcher: moves the layer's tokens; None for a dense layer.
-        experts: stage 3 (see `forebay.moe.dispatch.MoeStages`), without the module's hooks; None for a dense layer.
+        dispatcher: moves the layer's tokens; None for a layer that runs whole: a dense one, or one whose block does more with the
+            sum of its experts than to add it.
+        experts: stage 3 (see `forebay.moe.dispatch.MoeStages`), without the module's hooks; None for a layer that runs whole.
         experts_module: the module whose parameters stage 3 uses.
         regions: paths of the regions that one forward calls, in order.
     """
@@ -78,17 +81,21 @@ class CutLayer:
         self._sublayers.run_router_hooks(front.logits.detach(), front.ids)
         return front
 
-    def feed_forward(self, x: Tensor) -> Tensor:
-        """The second sublayer of a dense layer, [B, S, H] to [B, S, H]."""
-        found: Tensor = self._sublayers.mlp.call(x)[0]
-        return found
+    def feed_forward(self, x: Tensor) -> Tensor | RoutedOutput:
+        """The second sublayer of a layer that runs whole, [B, S, H] to [B, S, H]; with its router's outputs, if it has one."""
+        self._sublayers.check_block()
+        found, logits, ids = self._sublayers.mlp.call(x)
+        if not self._sublayers.routes_whole:
+            return found  # type: ignore[no-any-return]
+        self._sublayers.run_router_hooks(logits.detach(), ids)
+        return found, logits, ids
 
     def stage1(self, x: Tensor) -> Front:
         """Attention, norm, router and shared experts; x is [B, S, H]."""
         return self.front(self.attend(x))
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """A whole dense layer, [B, S, H] to [B, S, H]."""
+    def __call__(self, x: Tensor) -> Tensor | RoutedOutput:
+        """A whole layer, [B, S, H] to [B, S, H]."""
         return self.feed_forward(self.attend(x))
 
 
@@ -121,16 +128,16 @@ class MlpOnly:
         """Norm, router and shared experts; x is [B, S, H]."""
         return self._layer.front(x)
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor) -> Tensor | RoutedOutput:
         return self._layer.feed_forward(x)
 
 
 class CutModel:
     """A causal language model as an engine runs it.
 
-        prologue(microbatch) -> x            embedding; also selects the masks and rotary tables of the layers
-        layers[i].stage1(x), .experts(...)   a layer's stages, or the whole of a dense layer
-        epilogue(x, microbatch) -> loss      final norm, head and loss
+        prologue(microbatch) -> x            embedding and its factor; also selects the masks and rotary tables of the layers
+        layers[i].stage1(x), .experts(...)   a layer's stages, or the whole of it
+        epilogue(x, microbatch) -> loss      final norm, the factor of the logits, head and loss
 
     One forward at a time; a backward needs no masks. Modules are called without their hooks: FSDP2's hooks would take the
     end of a module's backward for the end of the step's, and reshard.
@@ -169,6 +176,8 @@ class CutModel:
         self.embedded: list[tuple[Tensor, Tensor]] | None = None
         self.embedded_sum: Tensor | None = None
         self._model, self._base = model, base
+        self._norm = final_norm(base)
+        self._scale = logits_scale(model)
         self._dtype = dtype
         # Trap: transformers' `get_input_embeddings` fails for a part of a model without an embedding.
         self.embedding: Any = None if base.embed_tokens is None else base.get_input_embeddings()
@@ -192,7 +201,7 @@ class CutModel:
             anchor = torch.empty(0, device=microbatch.ids.device, requires_grad=True)
             x = _Embed.apply(anchor, self.embedding, microbatch.ids, take)
         self._select(microbatch, x.dtype)
-        return x
+        return self._arguments.scaled(x)
 
     def enter(self, microbatch: Microbatch) -> None:
         """Select the masks and tables of this microbatch, before the layers of a part run forward."""
@@ -238,7 +247,7 @@ class CutModel:
 
     def epilogue(self, x: Tensor, microbatch: Microbatch) -> Tensor:
         """The sum of the cross entropies over `count`, a scalar."""
-        hidden = self._base.norm(x)
+        hidden = self._scale(getattr(self._base, self._norm)(x))
         if self.head_sum is not None:
             rows, targets = hidden.reshape(-1, hidden.shape[-1]), microbatch.labels.reshape(-1)
             return linear_cross_entropy_into(rows, self.head.weight, targets, self.head_sum) / microbatch.count

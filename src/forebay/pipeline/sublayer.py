@@ -271,14 +271,16 @@ class Wire:
 
 RouterOutputs = list[tuple[Tensor, Tensor]]
 """(logits [T, E], ids [T, K]) of each MoE layer."""
+RoutedOutput = tuple[Tensor, Tensor, Tensor]
+"""Hidden states [B, S, H], logits [T, E] and ids [T, K] of a MoE layer that runs whole."""
 
 
 class Layer(Protocol):
-    """A decoder layer as the engine runs it: an MoE layer by its stages, a dense layer by `__call__`.
+    """A decoder layer as the engine runs it: by its stages, or whole by `__call__`, as a dense layer.
 
     Attributes:
-        dispatcher: moves the layer's tokens; None marks a dense layer.
-        experts: (rows [R, H], ids [R, K], weights [R, K], max_rows) -> [R, H]; None for a dense layer.
+        dispatcher: moves the layer's tokens; None marks a layer that runs whole.
+        experts: (rows [R, H], ids [R, K], weights [R, K], max_rows) -> [R, H]; None for a layer that runs whole.
     """
 
     dispatcher: TokenDispatcher | None
@@ -287,14 +289,14 @@ class Layer(Protocol):
     def stage1(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """x [B, S, H] -> residual [T, H], rows [T, H], ids [T, K], weights [T, K], logits [T, E]; T = B * S."""
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x -> x, both [B, S, H]; of a dense layer only."""
+    def __call__(self, x: Tensor) -> Tensor | RoutedOutput:
+        """x -> x, both [B, S, H]; of a layer that runs whole only."""
 
 
 class StagePass:
     """The forward and backward of one microbatch through layers.
 
-    An MoE layer has two computations forward and three backward, a dense layer one and one; `forebay.pipeline.schedule.turns`
+    A layer in stages has two computations forward and three backward, a whole one one and one; `forebay.pipeline.schedule.turns`
     relies on these numbers (x' is the backward of x):
 
         forward    front, dispatch >    experts, combine >           front: attention, norm, router, shared experts
@@ -323,7 +325,7 @@ class StagePass:
         weights: WeightGradients | None = None,
     ):
         self._todo, self._context, self._keeps_router, self._weights = list(layers), context, keeps_router, weights
-        self._layers: list[_DensePass | _MoePass] = []
+        self._layers: list[_WholePass | _MoePass] = []
         self.gradient: list[Tensor] = []
 
     def forward(self, x: Pending) -> Iterator[None]:
@@ -338,7 +340,7 @@ class StagePass:
 
     def take_router_outputs(self) -> RouterOutputs:
         """Return the router outputs of the MoE layers in forward order; detached, and once."""
-        return [layer.router.pop() for layer in self._moe_layers()]
+        return [layer.router.pop() for layer in self._layers if layer.router]
 
     def begin_backward(self, dy: Tensor, d_logits: Sequence[Tensor | None] | None = None) -> None:
         """Take the gradients of the output and of the router logits; enqueues the first transfer.
@@ -348,7 +350,8 @@ class StagePass:
             d_logits: one for each of `take_router_outputs`; None for no gradients.
         """
         if d_logits is not None:
-            for layer, gradient in zip(self._moe_layers(), d_logits, strict=True):
+            routed = [layer for layer in self._layers if layer.is_routed]
+            for layer, gradient in zip(routed, d_logits, strict=True):
                 layer.d_logits = gradient
         self._layers[-1].begin_backward(dy)
 
@@ -367,36 +370,40 @@ class StagePass:
             yield
         self.gradient = layer.gradient
 
-    def _moe_layers(self) -> list[_MoePass]:
-        return [layer for layer in self._layers if isinstance(layer, _MoePass)]
-
-    def _pass(self, layer: Layer) -> _DensePass | _MoePass:
+    def _pass(self, layer: Layer) -> _WholePass | _MoePass:
         if layer.dispatcher is None:
-            return _DensePass(layer)
+            return _WholePass(layer, self._keeps_router)
         return _MoePass(layer, Wire(layer.dispatcher, self._context), self._keeps_router, self._weights)
 
 
-class _DensePass:
-    """One microbatch in a layer without experts: one computation, no transfer. The methods are those of `_MoePass`."""
+class _WholePass:
+    """One microbatch in a layer that runs whole: one computation, no transfer. The methods are those of `_MoePass`."""
 
     output: Pending
     _whole: Segment
 
-    def __init__(self, layer: Layer):
-        self._layer = layer
+    def __init__(self, layer: Layer, keeps_router: bool):
+        self._layer, self._keeps_router = layer, keeps_router
+        self.is_routed = False
+        self.router: list[tuple[Tensor, Tensor]] = []
+        self.d_logits: Tensor | None = None
         self.gradient: list[Tensor] = []
 
     def forward(self, x: Pending) -> Iterator[None]:
-        self._whole, y = cut(self._layer, *x.take())
-        self.output = Pending(y)
-        del y
+        self._whole, (y, *routed) = cut(self._layer, *x.take())
+        self.output = Pending((y,))
+        self.is_routed = bool(routed)
+        if routed and self._keeps_router:
+            self.router.append((routed[0], routed[1]))
+        del y, routed
         yield
 
     def begin_backward(self, dy: Tensor) -> None:
-        self._dy = [dy]
+        self._grads = [dy, self.d_logits, None] if self.is_routed else [dy]
+        self.d_logits = None
 
     def backward(self) -> Iterator[None]:
-        self.gradient = self._whole.backward([self._dy.pop()])
+        self.gradient = self._whole.backward(self._grads)
         yield from ()
 
 
@@ -420,6 +427,7 @@ class _MoePass:
         self._keeps_router = keeps_router
         self._residual: list[Tensor] = []
         self._dy: list[Tensor] = []
+        self.is_routed = True
         self.router: list[tuple[Tensor, Tensor]] = []
         self.d_logits: Tensor | None = None
         self.gradient: list[Tensor] = []
@@ -476,7 +484,7 @@ class _MoePass:
 
 
 def has_experts(layer: Layer) -> bool:
-    """Whether the layer is an MoE layer."""
+    """Whether the layer runs in stages."""
     return layer.dispatcher is not None
 
 

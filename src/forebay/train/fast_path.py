@@ -94,6 +94,7 @@ def choose_path(
         takes_rows=takes_rows,
         gathered=bytes_of_graph(config, processes, sketch.weights) if gathers and sketch else 0,
         layers=getattr(text, "num_hidden_layers", 0),
+        jitters=bool(getattr(text, "router_jitter_noise", 0)),
         container=_container(config.memory.policy, sketch) if sketch else None,
     )
     path = resolve(config, facts)

@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from forebay.config import Config, Model
 from forebay.errors import RunError, UsageError, first_line, nearest
 from forebay.models.catalog import PUBLISHED, find
+from forebay.models.router import biases_to_float32
 from forebay.models.sinks import has_eager_sinks
 from forebay.train import hf_weights
 from forebay.train.distributed import on_all
@@ -289,10 +290,7 @@ def _skeleton(config: Any, dtype: torch.dtype, attention: str) -> Any:
             "sinks, 'flex'"
         ) from error
     check_flex(model, attention)
-    for module in model.modules():
-        bias = getattr(module, "e_score_correction_bias", None)
-        if isinstance(bias, torch.Tensor):  # bf16 would round its updates away; from_pretrained does the same
-            module.e_score_correction_bias = bias.float()
+    biases_to_float32(model)
     return model
 
 
@@ -341,4 +339,5 @@ def _load(folder: Path, config: Any, dtype: torch.dtype, attention: str) -> Any:
     for name, other in model.get_expanded_tied_weights_keys(all_submodels=True).items():
         if model.get_parameter(name) is not model.get_parameter(other):  # transformers warns, and leaves them apart
             raise not_tied(folder, other, name)
+    biases_to_float32(model)
     return model

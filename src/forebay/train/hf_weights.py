@@ -75,7 +75,8 @@ def initialize(model: Any, blueprint: Any, seed: int) -> None:
             held = local(parameters[name])
             if not held.numel():
                 continue
-            whole = nn.Parameter(torch.empty(meta.shape, dtype=meta.dtype, device=held.device), meta.requires_grad)
+            # No rule is for Ernie 4.5's router, which its constructor sets to zeros.
+            whole = nn.Parameter(torch.zeros(meta.shape, dtype=meta.dtype, device=held.device), meta.requires_grad)
             digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
             torch.manual_seed(int.from_bytes(digest) >> 1)
             path, _, leaf = name.rpartition(".")

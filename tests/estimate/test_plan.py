@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from forebay.config import Config, from_mapping
+from forebay.config import load as load_config
 from forebay.errors import UsageError
 from forebay.estimate.device import load
 from forebay.estimate.layers import plan_layers
@@ -141,6 +142,22 @@ def test_a_run_with_the_chosen_placements_is_the_one_that_was_planned(
     (needs,) = [note for note in chosen.notes if note.startswith("A run with these placements needs")] or [""]
     assert bool(needs) == bool(settings) and all(key in needs for key in settings)
     assert not settings or "without, it is host-launched: memory.policy with 'recompute' did not run" in needs
+
+
+@pytest.mark.parametrize("offload", ["fit", "all"])
+def test_chosen_offloads_are_planned_as_a_run_with_them_is(offload: str) -> None:
+    """The run's manager plans its copies: the peak is neither that of two sublayers in transfer, nor without what stays."""
+    asked = with_settings(unplaced(load_config("quickstart")), {"memory.offload": offload})
+    chosen = fit_run(asked, plan_layers(asked, 1), 1, auto=56 << 20, device=load("h200"))
+    (choice,) = chosen.choices
+    assert "offload" in choice.placements.values()
+    kept = fit_run(asked, plan_layers(asked, 1), 1)
+    held = [sum(sublayer.held for sublayer in fit.sublayers) for fit in (kept, chosen)]
+    assert held[0] - held[1] == sum(placed.freed for placed in choice.placed)
+    given = with_settings(asked, {"memory.policy": choice.placements})
+    run = fit_run(given, plan_layers(given, 1), 1, device=load("h200"))
+    assert chosen.step is not None and run.step is not None
+    assert (run.ranks, run.step.seconds) == (chosen.ranks, chosen.step.seconds)
 
 
 def test_what_is_chosen_is_what_notes_are_about(tmp_path: Path) -> None:

@@ -138,8 +138,13 @@ class RunEstimator:
         return planning_error(self.sharing.world, compiled, placed, self.captured, self.config.parallel.pp > 1)
 
     @property
+    def _measures(self) -> bool:
+        """Whether the trainer chooses placements, with times that it measures."""
+        return self.auto is None and self.config.memory.policy == "auto"
+
+    @property
     def chooses(self) -> bool:
-        return self.auto is not None or self.config.memory.policy == "auto"
+        return self.auto is not None or self._measures
 
     def rank(self, number: int) -> RankEstimate:
         """Estimate pipeline rank `number`."""
@@ -190,7 +195,11 @@ class RunEstimator:
 
         choice = choose(number, options, times, kept.levels, self.plan.microbatches, limit, self.machine, waits, used)
         over = f"rank {number} by {format_bytes(choice.peak - limit)}" if choice.peak > limit else ""
-        return replace(estimate(choice.placements), stall=choice.waits, choice=choice, over=over)
+        found = estimate(choice.placements)
+        # The manager's plan may leave bytes on the device that the choice has on the host.
+        freed = {k.path: k.held - now.held for k, now in zip(kept.sublayers, found.sublayers, strict=True)}
+        choice = replace(choice, placed=tuple(replace(p, freed=freed[p.path]) for p in choice.placed))
+        return replace(found, stall=choice.waits if self._measures else found.stall, choice=choice, over=over)
 
     def _estimate(self, number: int, stages: Mapping[int, StageLayers], placements: Mapping[str, str]) -> RankEstimate:
         run = self._run(number, stages, placements)
@@ -222,7 +231,7 @@ class RunEstimator:
         layers, embedding, head = layers_and_ends(stages)
         actions = self.computations(number) if self.actions is None else self.actions[number]
         measured = None
-        if c.memory.policy == "auto" and self.auto is None:
+        if self._measures:
             measured = self._placed(stages, {path: "offload" for path, *_ in self._parts(stages)})
         return RankRun(
             param_groups(self.weights, layers, embedding, head, self.sharing),
@@ -237,8 +246,8 @@ class RunEstimator:
             at_once=self._at_once(),
             tied=self.weights.tied,
             least=(_LEAST_PIPELINE if pipeline else _LEAST) if self.sharing.gpu else 1,
-            # The choice of placements counts on what the link carries already.
-            link=None if self.chooses or "offload" not in placements.values() else self._link(),
+            # The trainer's own choice of placements counts on what the link carries already.
+            link=None if self._measures or "offload" not in placements.values() else self._link(),
             measured=measured,
             router_loss=self._router_loss(),
         )

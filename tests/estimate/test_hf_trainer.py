@@ -85,6 +85,12 @@ def test_arguments_are_those_of_the_trainer_by_name_or_from_files(tmp_path: Path
     assert (found.per_device_train_batch_size, found.bf16, found.optim) == (4, False, "adamw_torch")
     assert found.fsdp and found.reshard_after_forward and found.gradient_checkpointing
     assert found.lora_target_modules == ("k_proj", "v_proj")
+    texts = (
+        '{"cpu_offload": "false", "activation_checkpointing": "true", "reshard_after_forward": "false", "version": "2"}'
+    )
+    found = read_arguments(["fsdp=true", f"fsdp_config={texts}", "lora_target_modules=q_proj, v_proj"])
+    assert found.gradient_checkpointing and not found.reshard_after_forward
+    assert found.lora_target_modules == ("q_proj", "v_proj")
     assert read_arguments(["activation_checkpointing=true"]).gradient_checkpointing, (
         "its name from transformers 5.23 on"
     )
@@ -107,6 +113,9 @@ def test_arguments_are_those_of_the_trainer_by_name_or_from_files(tmp_path: Path
         (["fsdp=true", 'fsdp_config={"cpu_offload": true}'], "cpu_offload=True is not counted"),
         (["gradient_checkpointing_kwargs={every_n_layers: 2}"], "every_n_layers is not counted"),
         (["activation_checkpointing_kwargs={every_n_layers: 2}"], "every_n_layers is not counted"),
+        (["torch_compile_mode=max-autotune"], "torch_compile_mode=max-autotune is not counted"),  # turns torch_compile on
+        (["fsdp=true", "fsdp_config={auto_wrap_policy: NO_WRAP}"], "auto_wrap_policy='NO_WRAP' is not counted"),
+        (["accelerator_config={gradient_accumulation_kwargs: 5}"], "gradient_accumulation_kwargs must be a table"),
         (["fsdp_config={"], "--hf fsdp_config cannot be read"),
         (["fsdp_config=" + "[" * 9000], "--hf fsdp_config cannot be read: its values are nested too deeply"),
         (["fsdp_config=3"], "--hf fsdp_config must be a table"),

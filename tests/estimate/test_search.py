@@ -271,6 +271,15 @@ def test_a_deeper_model_that_the_host_launches_may_fit(
     assert list(search(PlanRequest(config), "layers", 1, budget - 1).settings.values()) == [3]
 
 
+def test_a_depth_has_the_layers_that_the_policy_names() -> None:
+    """One layer was tried first, which a pattern for the layers 2 and 3 does not match."""
+    config = tiny(memory={"policy": {"model.layers.[23].mlp": "recompute", "*.self_attn": "recompute"}})
+    found = search(PlanRequest(config), "layers", 1, 1 << 26)
+    assert not found.found and "even with 3 layers" in found.sentence
+    three = with_(config, "model", config={**TINY, "num_hidden_layers": 3})
+    assert search(PlanRequest(config), "layers", 1, least_budget(peak(three, 1), EAGER_ERROR)).found
+
+
 def test_a_sequence_ends_where_the_model_does() -> None:
     found = search(PlanRequest(tiny()), "sequence", 1, 1 << 40)
     assert found.settings == {"train.sequence": 1024}

@@ -39,12 +39,14 @@ from forebay.train.parallel import experts_in
 _BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2}
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 _FSDP = ("full_shard", "shard_grad_op", "auto_wrap")
-_FSDP_CONFIG: Mapping[str, Any] = {"version": 2, "cpu_offload": False, "xla": False, "min_num_params": 0}
+_FSDP_CONFIG: Mapping[str, Any] = {
+    "version": 2, "cpu_offload": False, "xla": False, "min_num_params": 0, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
+}  # fmt: skip
 """Keys of `fsdp_config` that change memory, and their only values here. `reshard_after_forward` and
 `activation_checkpointing` are counted; all others are ignored."""
 _REFUSED = (
     "auto_find_batch_size", "deepspeed", "fp16", "label_smoothing_factor", "neftune_noise_alpha", "optim_target_modules",
-    "parallelism_config", "torch_compile", "use_cpu", "use_liger_kernel",
+    "parallelism_config", "torch_compile", "torch_compile_backend", "torch_compile_mode", "use_cpu", "use_liger_kernel",
 )  # fmt: skip
 """Arguments that change memory or time and are not counted."""
 
@@ -108,10 +110,10 @@ def read_arguments(given: Iterable[str]) -> TrainerArguments:
         if found.get(name):
             raise UsageError(f"--hf {name}={found[name]} is not counted by this plan; valid is a run without it")
     _unpack_fsdp(found)
-    accumulation = _table(found, "accelerator_config").get("gradient_accumulation_kwargs") or {}
+    accumulation = _table(_table(found, "accelerator_config"), "gradient_accumulation_kwargs")
     found.setdefault("sync_each_batch", bool(accumulation.get("sync_each_batch")))
     if isinstance(targets := found.get("lora_target_modules"), str):
-        found["lora_target_modules"] = targets.split(",")
+        found["lora_target_modules"] = [target.strip() for target in targets.split(",")]
     if other := set(_table(found, "gradient_checkpointing_kwargs")) - {"use_reentrant"}:
         raise UsageError(f"gradient_checkpointing_kwargs: {', '.join(sorted(other))} is not counted by this plan")
     counted, known = ({f.name for f in dataclasses.fields(table)} for table in (TrainerArguments, TrainingArguments))
@@ -170,6 +172,9 @@ def _unpack_fsdp(found: dict[str, Any]) -> None:
         found.setdefault("reshard_after_forward", False)
     for name, value in config.items():
         name = name.removeprefix("fsdp_")
+        value = (
+            _parsed(value, f"fsdp_config: {name}") if isinstance(value, str) else value
+        )  # transformers takes "true" too
         if name == "reshard_after_forward":
             found[name] = value
         elif name == "activation_checkpointing":
@@ -366,6 +371,10 @@ class _TrainerRun:
         if a.fsdp and a.lora_r and not a.bf16:
             raise UsageError("LoRA under fsdp without bf16 is not counted by this plan; valid is --hf bf16=true")
         declared = hf_io.configuration(from_mapping(raw).model, 0)
+        if getattr(declared, "quantization_config", None) is not None:
+            raise UsageError(
+                "quantized weights (quantization_config) are not counted by this plan; valid is a model without"
+            )
         loaded = a.dtype
         if loaded == "auto":
             loaded = str(getattr(declared, "dtype", None) or "bfloat16").removeprefix("torch.")

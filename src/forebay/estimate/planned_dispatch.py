@@ -51,8 +51,8 @@ class PlannedDispatcher(TokenDispatcher):
             raise ValueError(f"a skew of {skew} is not a load over an even one; valid is at least 1")
         self.tokens, everything = tokens, size * tokens
         most = everything * min(routing.slots, self.local_experts)
-        slots = min(most, math.ceil(tokens * routing.slots * skew))
-        rows = min(everything, slots, math.ceil(everything * routing.reached(self.local_experts) * skew))
+        slots = math.ceil(min(most, tokens * routing.slots * skew))
+        rows = math.ceil(min(everything, slots, everything * routing.reached(self.local_experts) * skew))
         self.live_rows, self.live_slots = aligned(rows), aligned(slots)
         self.rows, self.slots = self.live_rows, self.live_slots
         if capacity_factor:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
+from fnmatch import fnmatchcase
 from functools import partial
 from typing import Any
 
@@ -450,7 +451,7 @@ def _values(runs: _Runs, what: str) -> tuple[Sequence[int], bool, str]:
         step = _TOKENS if longest >= _TOKENS else 1
         return range(step, longest + 1, step), True, f"the model's max_position_embeddings are {longest}"
     if what == "layers":
-        return range(config.stages, _DEEPEST + 1), True, "no more were looked at"
+        return range(max(config.stages, _shallowest(runs)), _DEEPEST + 1), True, "no more were looked at"
     if runs.asked.rebatch:
         return range(1, _WIDEST + 1), True, "no more were looked at"
     sharing = max(1, runs.world // config.parallel.pp)
@@ -462,6 +463,18 @@ def _values(runs: _Runs, what: str) -> tuple[Sequence[int], bool, str]:
     if not valid:
         runs.changed({"train.microbatch": 1})  # raises the reason
     return valid, False, f"train.batch = {config.train.batch} allows no larger one"
+
+
+def _shallowest(runs: _Runs) -> int:
+    """The fewest layers with which each pattern of the policy matches a module, as it has to."""
+    config = runs.asked.config
+    if isinstance(config.memory.policy, str):
+        return 1
+    facts = runs.traces.facts(config.model, runs.declared)
+    inside = f"{facts.prefix}."
+    numbers = {p: int(p[len(inside) :].partition(".")[0]) if p.startswith(inside) else 0 for p in facts.paths}
+    first = (min((numbers[p] for p in numbers if fnmatchcase(p, q)), default=0) for q in config.memory.policy)
+    return 1 + max(first, default=0)
 
 
 def _count(what: str, value: int) -> str:

@@ -124,16 +124,11 @@ class TraceCache:
 
 def _skeleton(section: Model, declared: Any, adapt: Callable[[Any], None] | None) -> tuple[Any, str]:
     """The model on the meta device in the dtype of computation, and the attention it is counted with."""
-    from transformers import AutoModelForCausalLM
-
     asked = "sdpa" if section.attention.startswith("flash") else hf_io.given_to_transformers(section.attention)
     dtype = getattr(torch, section.computed_in)
     for attention in (asked, "eager"):
         try:
-            with torch.device("meta"):
-                model = AutoModelForCausalLM.from_config(
-                    copy.deepcopy(declared), attn_implementation=attention, dtype=dtype
-                )
+            model = hf_io.on_meta(copy.deepcopy(declared), dtype, attention)
         except ValueError as error:
             if attention == "eager" or section.attention == "sdpa":
                 raise UsageError(f"model.attention = {section.attention!r}: {first_line(error)}") from error

@@ -166,6 +166,10 @@ def configuration(section: Model, vocabulary: int) -> Any:
         if not (folder / "config.json").is_file():
             raise UsageError(f"model.path {section.path!r} is not a folder with a config.json")
         config = _read_config(folder)
+        if config.model_type not in _causal_models():
+            raise UsageError(
+                f"model.path {section.path!r} is a {config.model_type!r}, which is no causal language model of transformers"
+            )
         _check_keys(type(config), config.model_type, section.config)
         for name, value in section.config.items():
             try:
@@ -235,15 +239,21 @@ def balance_coefficient(config: Any) -> float:
 
 def _family(name: str) -> Any:
     from transformers import AutoConfig
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    if name not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    if name not in (known := _causal_models()):
         raise UsageError(
             f"model.family {name!r} is neither a causal language model of transformers nor a published model that Forebay knows; "
-            f"{nearest(name, (*PUBLISHED, *MODEL_FOR_CAUSAL_LM_MAPPING_NAMES), 'family')}tested ones are {', '.join(TESTED)}; "
+            f"{nearest(name, (*PUBLISHED, *known), 'family')}tested ones are {', '.join(TESTED)}; "
             f"published models are {', '.join(PUBLISHED)}"
         )
     return AutoConfig.for_model(name)
+
+
+def _causal_models() -> Mapping[str, Any]:
+    """The families of transformers' causal language models, and of each the name of its class."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # type: ignore[no-any-return]
 
 
 def _check_keys(kind: type, family: str, given: Mapping[str, Any]) -> None:
@@ -275,15 +285,29 @@ def check_flex(model: Any, attention: str) -> None:
         )
 
 
-def _skeleton(config: Any, dtype: torch.dtype, attention: str) -> Any:
-    """The model on the meta device."""
+def on_meta(config: Any, dtype: torch.dtype, attention: str) -> Any:
+    """The model of a Hugging Face configuration on the meta device, with an attention implementation of transformers.
+
+    Raises:
+        ValueError, ImportError: attention that is not available.
+        UsageError: another value of the configuration with which transformers makes no model.
+    """
     from transformers import AutoModelForCausalLM
 
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(
-                config, dtype=dtype, attn_implementation=given_to_transformers(attention), trust_remote_code=False
+            return AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation=attention, trust_remote_code=False
             )
+    except (KeyError, TypeError, RuntimeError) as error:
+        said = f"{type(error).__name__}: {first_line(error)}"
+        raise UsageError(f"transformers makes no {config.model_type} of this configuration: {said}") from error
+
+
+def _skeleton(config: Any, dtype: torch.dtype, attention: str) -> Any:
+    """The model on the meta device."""
+    try:
+        model = on_meta(config, dtype, given_to_transformers(attention))
     except (ValueError, ImportError) as error:  # gpt_oss has no sdpa; flash attention may not be installed
         raise UsageError(
             f"model.attention = {attention!r} is not available: {first_line(error)}; valid are 'eager' and, for attention with "

@@ -16,10 +16,14 @@ from forebay.train.parallel import experts_in
 
 _AT_LEAST_ONE = (
     "hidden_size",
+    "vocab_size",
+    "intermediate_size",
+    "moe_intermediate_size",
     "num_hidden_layers",
     "num_attention_heads",
     "num_key_value_heads",
     "head_dim",
+    "max_position_embeddings",
     "decoder_sparse_step",
     "moe_layer_interval",
 )

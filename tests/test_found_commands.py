@@ -1,0 +1,60 @@
+"""What people met who used the commands with folders, sizes and options of their own."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import Run
+
+pytestmark = pytest.mark.usefixtures("shared_traces")
+SIZES: dict[str, Any] = {
+    "model_type": "qwen3_moe", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 32, "intermediate_size": 64, "moe_intermediate_size": 32, "num_experts": 4,
+    "num_experts_per_tok": 2, "vocab_size": 320, "max_position_embeddings": 128,
+}  # fmt: skip
+
+
+def model(folder: Path, **keys: Any) -> Path:
+    """A model's folder."""
+    (folder / "config.json").write_text(json.dumps({**SIZES, **keys}))
+    return folder
+
+
+def refused(answer: tuple[int, str, str], said: str, code: int = 2) -> None:
+    found, _, error = answer
+    assert found == code and said in error.splitlines()[-1] and "unexpected" not in error, error
+
+
+@pytest.mark.parametrize("kind", ["qwen3_vl_moe", "qwen3_moe"])
+def test_plan_runs_no_code_of_a_folder(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """transformers asks on the terminal whether to, where it has no class of its own."""
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    ran = tmp_path / "ran"
+    (tmp_path / "modeling_x.py").write_text(f"open({str(ran)!r}, 'w')\nclass X: pass\n")
+    folder = model(tmp_path, model_type=kind, auto_map={"AutoModelForCausalLM": "modeling_x.X"})
+    answer = run("plan", folder)
+    assert not ran.exists()
+    if kind == "qwen3_moe":
+        assert answer[0] == 0
+    else:
+        refused(answer, "is a 'qwen3_vl_moe', which is no causal language model of transformers")
+
+
+def test_plan_names_what_transformers_makes_no_model_of(run: Run, tmp_path: Path) -> None:
+    folder = model(tmp_path, rope_scaling={"rope_type": "nope", "factor": 4.0})
+    refused(run("plan", folder), "transformers makes no qwen3_moe of this configuration: KeyError: 'nope'")
+
+
+def test_plan_of_quantized_weights_in_a_trainer(run: Run, tmp_path: Path) -> None:
+    folder = model(tmp_path, quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
+    refused(run("plan", folder, "--trainer=hf"), "quantized weights (quantization_config) are not counted")
+
+
+def test_a_skew_beyond_all_numbers_is_that_of_all_rows(run: Run) -> None:
+    found = [
+        run("plan", "quickstart", "--gpus=2", "--pp=1", "--set=parallel.ep=2", "--json", f"--skew={skew}")
+        for skew in (2, 1e308)
+    ]
+    assert found[0] == found[1] and found[0][0] == 0

@@ -621,7 +621,10 @@ class Manager:
             return
         if task != self._backward_task:
             self._backward_task, self._reached = task, set()
-            Variable._execution_engine.queue_callback(partial(self._step.backward_finished, self._reached))
+            finished = partial(self._step.backward_finished, self._reached)
+            Variable._execution_engine.queue_callback(finished)
+            # If the backward fails, autograd drops the callback without calling it. The caller may keep the loss.
+            weakref.finalize(finished, self._step.backward_finished, self._reached).atexit = False
         self._reached.add(call.forward)
 
     def _switch_light(self, paths: Iterable[str], on: bool) -> None:

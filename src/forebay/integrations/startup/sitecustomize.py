@@ -15,9 +15,14 @@ class _TrainerFinder:
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
         if name != "transformers.trainer":
             return None
-        sys.meta_path.remove(self)  # type: ignore[arg-type]
-        specs = (finder.find_spec(name, path, target) for finder in sys.meta_path)
-        spec = next((found for found in specs if found is not None), None)
+        # Not only once: a program may look for the module before it imports it. Within, another finder may search again.
+        place = sys.meta_path.index(self)  # type: ignore[arg-type]
+        del sys.meta_path[place]
+        try:
+            specs = (finder.find_spec(name, path, target) for finder in sys.meta_path)
+            spec = next((found for found in specs if found is not None), None)
+        finally:
+            sys.meta_path.insert(place, self)  # type: ignore[arg-type]
         if spec is None or spec.loader is None:
             return spec
         run: Any = spec.loader.exec_module

@@ -1,0 +1,71 @@
+"""Found by using the library as people do, in ways that its other tests do not."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import forebay
+import forebay.integrations
+from tests.seams.wrapping import THEIRS, batch, gradients, loss_of, tiny
+
+
+@pytest.mark.parametrize("fails", [0, 3])
+def test_a_backward_that_fails_ends_its_step(fails: int) -> None:
+    """As in a loop that skips a batch for which memory runs out: the loss of that batch is held until the next one is there."""
+
+    def steps(model: Any) -> list[dict[str, Tensor]]:
+        found = []
+        for number in range(5):
+            loss = loss_of(model, batch(number))
+            if number == fails:
+                hook = model.model.layers[0].self_attn.q_proj.weight.register_hook(_run_out_of_memory)
+                with pytest.raises(torch.OutOfMemoryError):
+                    loss.backward()
+                hook.remove()
+            else:
+                loss.backward()
+                found.append(gradients(model))
+            model.zero_grad()
+        return found
+
+    wanted, model = steps(tiny()), tiny()
+    with forebay.manage(model, "auto", budget="1GiB", min_bytes=1, **THEIRS) as mem:
+        for ours, theirs in zip(steps(model), wanted, strict=True):
+            assert ours.keys() == theirs.keys() and all(torch.equal(ours[n], theirs[n]) for n in ours)
+        assert mem.plan is not None, "no step was measured"
+
+
+def _run_out_of_memory(_: Tensor) -> None:
+    raise torch.OutOfMemoryError("CUDA out of memory.")
+
+
+def test_forebay_run_finds_a_trainer_that_was_looked_for_before(tmp_path: Path) -> None:
+    """Programs ask whether a module is there, and import hooks of other libraries do, before it is imported."""
+    files = {
+        "transformers/__init__.py": "",
+        "transformers/trainer.py": "",
+        "forebay/__init__.py": "",
+        "forebay/integrations/__init__.py": "",
+        "forebay/integrations/run.py": "def install(module): print('installed on', module.__name__)",
+        "program.py": (
+            "import importlib.util, sys\n"
+            "finders = list(sys.meta_path)\n"
+            "assert importlib.util.find_spec('transformers.trainer') and sys.meta_path == finders\n"
+            "import transformers.trainer\n"
+        ),
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    startup = Path(forebay.integrations.__file__).parent / "startup"
+    environment = {**os.environ, "PYTHONPATH": f"{startup}{os.pathsep}{tmp_path}", "FOREBAY_RUN": "{}"}
+    done = subprocess.run(
+        [sys.executable, "program.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.stdout == "installed on transformers.trainer\n", done.stderr

@@ -16,6 +16,7 @@ from tests.train.common import (
     write_documents,
     write_text,
 )
+from tests.train.families import fields_of
 
 STEPS = 20  # where something is offloaded, several graphs are timed first
 TRIALS = 25  # steps more in which plans are tried
@@ -24,7 +25,7 @@ MEMORY: dict[str, dict[str, Any]] = {
     "keep": {},
     "in 8 bits": {"precision": "fp8"},
     "all leaves in 8 bits": {"policy": "offload", "offload": "all", "precision": "fp8"},
-    "compiled": {"compile": True, "policy": {"*.self_attn": "recompute", "*.mlp": "offload"}, "offload": "all"},
+    "compiled": {"compile": True, "policy": {"*.layers.0.*": "recompute", "*.layers.1.*": "offload"}, "offload": "all"},
 }
 
 
@@ -45,7 +46,7 @@ def trained(
         folder,
         model={
             "family": family,
-            "config": GPU_FAMILIES[family],
+            "config": GPU_FAMILIES.get(family) or fields_of(family),
             "attention": "eager",  # dq of flash attention's backward differs between two calls
             **dtypes,
         },
@@ -95,6 +96,14 @@ def test_replayed_steps_with_every_placement_have_the_bits_of_called_ones(tmp_pa
 @pytest.mark.parametrize("placed", ["keep", "recompute", "what fits"])
 def test_replayed_steps_with_flex_attention_have_the_bits_of_called_ones(tmp_path: Path, placed: str) -> None:
     compare(tmp_path, "gpt_oss", {**MEMORY[placed], "compile": True}, {"attention": "flex", **MIXED_PRECISION})
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("family", ["granitemoe", "ernie4_5_moe", "lfm2_moe"])
+def test_replayed_steps_of_compiled_families_have_the_bits_of_called_ones(tmp_path: Path, family: str) -> None:
+    """More is done with the experts' sum than to add it, or the mixer is a convolution; see test_every_family_gpu.py."""
+    compare(tmp_path, family, MEMORY["compiled"], MIXED_PRECISION)
 
 
 @pytest.mark.gpu

@@ -242,7 +242,7 @@ class SublayerForward:
         parts: LayerParts,
         attention: SublayerCallSite,
         mlp: SublayerCallSite,
-        compiled: bool,
+        compiled: tuple[bool, bool],
     ):
         self.attention = attention
         self.mlp = mlp
@@ -252,7 +252,7 @@ class SublayerForward:
         self._original: Callable[..., Any]  # set by `around`
         self._names = tuple(inspect.signature(type(parts.module).forward).parameters)[2:]
         self._block_class = type(self._block)
-        self._compiled = compiled
+        self._compiled, self._compiled_block = compiled
         self._warned = self._warned_of_hooks = False
 
     @property
@@ -321,14 +321,15 @@ class SublayerForward:
         on all modules that it skips, and of adapters on the experts that need PEFT's own forward."""
         staged = self.stages is not None
         plain = _is_plain(self._block, self._block_class)
-        if not plain and (self._compiled or staged):
-            why = "a compiled sublayer" if self._compiled else "a MoE sublayer in stages (dispatcher=...)"
+        if not plain and (self._compiled_block or staged):
+            why = "a compiled sublayer" if self._compiled_block else "a MoE sublayer in stages (dispatcher=...)"
             raise RuntimeError(
                 f"{self.mlp.path!r} is not the plain {self._block_class.__name__} any more that was managed (a module hook, a "
                 f"replaced forward, an adapter or a wrapper such as FSDP2), which {why} does not run: put it on the router, "
-                "the experts or the decoder layer instead" + (", or manage the model without compile" * self._compiled)
+                "the experts or the decoder layer instead"
+                + (", or manage the model without compile" * self._compiled_block)
             )
-        if (self._compiled or staged) and not self._warned_of_hooks and _has_any_global_hook():
+        if (self._compiled_block or staged) and not self._warned_of_hooks and _has_any_global_hook():
             self._warned_of_hooks = True
             uncalled = "MoE blocks in stages (dispatcher=...)" if staged else "the modules inside compiled sublayers"
             warnings.warn(
@@ -337,7 +338,7 @@ class SublayerForward:
                 stacklevel=2,
             )
         if plain and self._parts.moe is not None:
-            self._check_adapters(self._parts.moe, compiled=self._compiled and not staged)
+            self._check_adapters(self._parts.moe, compiled=self._compiled_block and not staged)
 
     def _check_adapters(self, moe: MoeBlock, compiled: bool) -> None:
         experts, router = self._block.experts, getattr(self._block, moe.routing.router)
@@ -368,7 +369,7 @@ class SublayerForward:
         Transformers' ``output_router_logits`` and `forebay.models.router.RouterStats` are such hooks.
         """
         moe = self._parts.moe
-        if not self._compiled or moe is None:
+        if not self._compiled_block or moe is None:
             return
         path, router = moe.path, getattr(self._block, moe.routing.router)
         output = moe.routing.output(logits, ids)
@@ -444,7 +445,11 @@ def install_sublayers(model: nn.Module, compile: bool = False, dispatcher: Token
         check_compiler(next(model.parameters()).device.type)
     make = _Maker(compile, dispatcher)
     # All are made before the first is installed: making one may raise, and nothing would remove those of earlier layers.
-    forwards = [SublayerForward(parts, make.attention(parts), make.block(parts), compile) for parts in layers]
+    sites = [(make.attention(parts), make.block(parts)) for parts in layers]
+    forwards = [
+        SublayerForward(parts, mixer, block, (compile, make.compiles_block(parts, block)))
+        for parts, (mixer, block) in zip(layers, sites, strict=True)
+    ]
     sublayers = Sublayers()
     for parts, forward in zip(layers, forwards, strict=True):
         sublayers.add(parts.module, forward)
@@ -468,6 +473,11 @@ class _Maker:
         call = partial(self._functions[attention_sublayer], half, parts.module)
         return SublayerCallSite(parts.attention_path, parts.module, parts.halves.first, call)
 
+    def compiles_block(self, parts: LayerParts, site: SublayerCallSite) -> bool:
+        """Whether the block, or its first stage, is compiled. A whole MoE block of an engine is not: its experts may defer weight
+        gradients, which compiled code cannot."""
+        return self._direct and (parts.moe is None or self._dispatcher is None or site.dispatches)
+
     def block(self, parts: LayerParts) -> SublayerCallSite:
         layer, moe = parts.module, parts.moe
         whole = partial(self._functions[dense_sublayer], self._once(parts.halves.feed_forward))
@@ -482,9 +492,10 @@ class _Maker:
             # An engine runs stage 3 without the module's hooks: FSDP2's would take the end of stage 3's backward for the end
             # of the step's, and reshard everything. Such an engine has unsharded the parameters itself.
             return site(stages, light_recompute, front, partial(experts, True))
-        half = self._once(parts.halves.moe, parts.block)
-        sublayer = partial(self._functions[moe_sublayer], half, self._once(moe.routing.block, self._direct))
-        if self._direct:
+        direct = self._direct and self._dispatcher is None  # see `compiles_block`
+        function = self._functions[moe_sublayer] if direct else moe_sublayer
+        sublayer = partial(function, self._once(parts.halves.moe, parts.block), self._once(moe.routing.block, direct))
+        if direct:
             return site(partial(with_edge, sublayer, parts.block, layer), light_recompute)
         kind = type(getattr(layer, parts.block))
         plain = partial(sublayer, edge=None)  # in eager mode the experts make their own

@@ -56,14 +56,13 @@ def needs(run: RunEstimator, placements: dict[str, str]) -> int:
 
 
 def row(name: str, run: RunEstimator) -> dict[str, Any]:
-    options = rank_options(
-        run.trace, run.plan.stages(0), run._allowed(), run.machine, run.prefix, run.config.memory.recompute
-    )
+    parts = run._placed(run.plan.stages(0), {})
+    options = rank_options(parts, run._allowed(), run.machine, run.config.memory.recompute)
     sublayers = [own for stage in options.values() for own in stage]
     recomputed = {o.path: o.placement for own in sublayers for o in own if o.placement == "recompute"}
     least = needs(run, recomputed)
     most = max(needs(run, {}), least)
-    times = {path: run.machine.seconds(part) for path, part, _ in run._parts(run.plan.stages(0))}
+    times = {part.path: run.machine.seconds(part.trace) for stage in parts.values() for part in stage}
     plain = run.plan.microbatches * sum(map(sum, times.values()))
     every = []
     if math.prod(map(len, sublayers)) <= SMALL:

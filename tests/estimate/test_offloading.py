@@ -31,13 +31,12 @@ def events(size: int) -> PartEvents:
     """Saves a storage of `size`, and one byte."""
     return PartEvents(
         forward=((1, size), (2, 1), (3, 16 * MIB)), backward=((6, 16 * MIB), (4, 0), (1, 0), (2, 0)),
-        forward_no_grad=(), x=0, output=3, gradient=4, dx=6, saves_x=False, weight_grads={}, transferred=frozenset(),
-        saved=(1, 2),
+        x=0, output=3, gradient=4, dx=6, weight_grads={}, saved=(1, 2), transferred=frozenset(),
     )  # fmt: skip
 
 
 EMBEDDING = Part("embedding", "embedding", PartEvents(
-    ((1, 16 * MIB),), ((2, 0),), (), -1, 1, 2, -1, False, {}, frozenset(),
+    -1, 1, 2, -1, {}, (), frozenset(), forward=((1, 16 * MIB),), backward=((2, 0),),
 ))  # fmt: skip
 
 
@@ -81,7 +80,7 @@ def planned(stage: list[Part], rate: float, least: int, everything: bool = False
 
 
 def test_what_a_store_takes_is_saved_and_large_enough_in_order() -> None:
-    found = replace(events(8), saved=(2, 0, 1), saves_x=True)
+    found = replace(events(8), saved=(2, 0, 1))
     assert offloadable(found, hidden=4, least=2) == [(0, 4), (1, 8)]
     assert offloadable(found, hidden=4, least=1) == [(2, 1), (0, 4), (1, 8)]
 
@@ -113,9 +112,7 @@ def test_a_measured_step_of_an_engine_moves_one_call_at_a_time() -> None:
         False,
     )
     sizes = {1: 3 * MIB, 2: 5 * MIB}
-    whole = replace(
-        events(3 * MIB), forward=((1, sizes[1]), (2, sizes[2]), (3, 16 * MIB)), saves_x=True, saved=(0, 1, 2)
-    )
+    whole = replace(events(3 * MIB), forward=((1, sizes[1]), (2, sizes[2]), (3, 16 * MIB)), saved=(0, 1, 2))
     attention = Part("l.0.self_attn", 0, replace(whole, saved=(1,)), "offload")
     experts = Part("l.0.mlp", 0, replace(whole, experts_h=2), "offload")
     after = Part("l.1.self_attn", 1, replace(whole, saved=(1,)), "keep")

@@ -9,7 +9,7 @@ experts) reads them: in forward they are freed after their last reader, and in b
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from dataclasses import replace
 
 from forebay.estimate.kernel_order import least_peak_order
 from forebay.estimate.types import (
@@ -28,27 +28,14 @@ from forebay.estimate.types import (
 )
 
 
-class NamedStorages(NamedTuple):
-    """The storages of a part that its logs do not name; see `PartEvents`. `saved` is in order; in a compiled sublayer these are
-    the origins of what autograd saved."""
-
-    x: int
-    output: int
-    gradient: int
-    dx: int
-    weight_grads: Mapping[int, str]
-    saved: tuple[int, ...]
-    transferred: frozenset[int]
-    experts_x: int = -1
-    experts_h: int = -1
-
-
 def part_events(
-    forward: Log, backward: Log, named: NamedStorages, compiled: bool, no_grad: Log | None = None, pieces: bool = False
+    forward: Log, backward: Log, named: PartEvents, compiled: bool, no_grad: Log | None = None, pieces: bool = False
 ) -> PartEvents:
     """The events of a part.
 
     Args:
+        named: its storages, which the logs do not name, without events. In a compiled sublayer, `saved` are the origins of what
+            autograd saved.
         no_grad: log of its forward without a graph; not read if `compiled`.
         pieces: the experts run between pieces of compiled code, not within.
     """
@@ -109,7 +96,7 @@ def _cut_at(log: Log, number: int) -> tuple[Log, dict[int, frozenset[int]]]:
 
 
 def _finished(
-    f: list[AllocEvent], b: list[AllocEvent], alone: list[AllocEvent], second: list[AllocEvent], named: NamedStorages
+    f: list[AllocEvent], b: list[AllocEvent], alone: list[AllocEvent], second: list[AllocEvent], named: PartEvents
 ) -> PartEvents:
     """The events of a part, from those of its forward `f`, its backward `b`, its forward without a graph, and its second run."""
     f, b, alone = (_first_matmul_only(events) for events in (f, b, alone))
@@ -118,14 +105,13 @@ def _finished(
     b = _without(b, (named.x, named.output, named.gradient), frees=False)
     b += [(n, 0) for n in sorted(set(never_freed)) if n != named.output]  # such as router outputs
     b = _without(b, (named.dx, named.output), frees=True)
-    return PartEvents(
-        tuple(f), tuple(b), tuple(alone), named.x, named.output, named.gradient, named.dx, named.x in named.saved,
-        named.weight_grads, named.transferred, tuple(n for n in named.saved if n >= 0),
-        tuple(second), named.experts_x, named.experts_h,
-    )  # fmt: skip
+    saved = tuple(n for n in named.saved if n >= 0)
+    return replace(
+        named, forward=tuple(f), backward=tuple(b), forward_no_grad=tuple(alone), second_run=tuple(second), saved=saved
+    )
 
 
-def head_events(forward: Log, backward: Log, named: NamedStorages, normed: int, normed_gradient: int) -> PartEvents:
+def head_events(forward: Log, backward: Log, named: PartEvents, normed: int, normed_gradient: int) -> PartEvents:
     """The events of a head whose norm is compiled, and whose loss is not.
 
     Args:
@@ -134,7 +120,7 @@ def head_events(forward: Log, backward: Log, named: NamedStorages, normed: int, 
     at, back = forward.index(Mark(FINAL_NORM_END)), backward.index(Mark(FINAL_NORM_BACKWARD))
     made = {m.number: m for entry in forward[:at] if isinstance(entry, Op) for m in entry.made}
     kept = {n for n in named.saved if n in made and not made[n].recomputable}
-    norm = named._replace(output=normed, gradient=normed_gradient, saved=tuple(kept))
+    norm = replace(named, output=normed, gradient=normed_gradient, saved=tuple(kept))
     n_forward = _ordered_forward(forward[:at], norm, kept)
     n_backward = _ordered_backward(backward[back + 1 :], norm, made, kept)
     f = [*_compiled_forward(n_forward, norm, kept), *_in_order(forward[at:])]
@@ -144,7 +130,7 @@ def head_events(forward: Log, backward: Log, named: NamedStorages, normed: int, 
     return _finished(f, b, [], [], named)
 
 
-def _second_run(log: Log, named: NamedStorages) -> list[AllocEvent]:
+def _second_run(log: Log, named: PartEvents) -> list[AllocEvent]:
     """The part of a forward that a checkpoint runs again. It ends with the last operation that makes a saved tensor, as torch's
     `early_stop` does."""
     saved = set(named.saved)
@@ -195,7 +181,7 @@ def _in_order(log: Log) -> list[AllocEvent]:
     return found
 
 
-def _without_graph(log: Log, named: NamedStorages) -> list[AllocEvent]:
+def _without_graph(log: Log, named: PartEvents) -> list[AllocEvent]:
     """The log has numbers of its own. Its output is the storage that is made last and is not freed."""
     events = _in_order(log)
     stays = _never_freed(events)
@@ -205,7 +191,7 @@ def _without_graph(log: Log, named: NamedStorages) -> list[AllocEvent]:
     return [(named.output if n == output else n, size) for n, size in events if n != output or size] + rest
 
 
-def _compiled_forward(log: Log, named: NamedStorages, kept: set[int]) -> list[AllocEvent]:
+def _compiled_forward(log: Log, named: PartEvents, kept: set[int]) -> list[AllocEvent]:
     stays = kept | {named.output}
     materialized = _read_unfused(log) | stays
     last = _last_compiled_reads(log, materialized)
@@ -226,7 +212,7 @@ def _compiled_forward(log: Log, named: NamedStorages, kept: set[int]) -> list[Al
     return found + [(n, 0) for n in sorted(live)]
 
 
-def _compiled_backward(log: Log, named: NamedStorages, made: dict[int, NewStorage], kept: set[int]) -> list[AllocEvent]:
+def _compiled_backward(log: Log, named: PartEvents, made: dict[int, NewStorage], kept: set[int]) -> list[AllocEvent]:
     materialized = _read_unfused(log) | {named.dx, *named.weight_grads}
     needed = _last_compiled_reads(log, materialized)
     released = _releases(needed, named, made, kept)
@@ -276,12 +262,12 @@ def _recomputed_apart(backward: Log, made: dict[int, NewStorage], kept: set[int]
     return [*backward[: ends[-1]], *rest]
 
 
-def _ordered_forward(log: Log, named: NamedStorages, kept: set[int]) -> Log:
+def _ordered_forward(log: Log, named: PartEvents, kept: set[int]) -> Log:
     outputs = kept | {named.output}
     return least_peak_order(log, _read_unfused(log) | outputs, outputs, {})
 
 
-def _ordered_backward(log: Log, named: NamedStorages, made: dict[int, NewStorage], kept: set[int]) -> Log:
+def _ordered_backward(log: Log, named: PartEvents, made: dict[int, NewStorage], kept: set[int]) -> Log:
     """Compiled code is one node of autograd's graph: weights' gradients are freed after it. gate_up's is made by a node outside
     of it, afterwards (`forebay.moe.wgrad`)."""
     inside, after = _without_last_weight_gradient(log)
@@ -333,7 +319,7 @@ def _materialized(op: Op, wanted: set[int]) -> list[NewStorage]:
 
 
 def _releases(
-    last: dict[int, int], named: NamedStorages, made: dict[int, NewStorage], kept: set[int]
+    last: dict[int, int], named: PartEvents, made: dict[int, NewStorage], kept: set[int]
 ) -> dict[int, list[int]]:
     """Saved storages by the position in the log of the last operation that reads them or anything recomputed from them; -1 for
     none."""

@@ -14,8 +14,9 @@ from itertools import product
 from math import prod
 from typing import Any
 
+from forebay.estimate.parts import Part
 from forebay.estimate.rank_run import StepLevel
-from forebay.estimate.types import ModelTrace, PartTrace, StageLayers
+from forebay.estimate.types import PartTrace
 from forebay.memory.solver import first_that_fits, front
 from forebay.memory.timeline import LIGHT_RECOMPUTE_SHARE
 from forebay.policy import PLACEMENTS, format_bytes
@@ -100,12 +101,7 @@ class Choice:
 
 
 def rank_options(
-    trace: ModelTrace,
-    stages: Mapping[int, StageLayers],
-    allowed: frozenset[str],
-    machine: Machine,
-    prefix: str,
-    recompute: str,
+    stages: Mapping[int, Iterable[Part]], allowed: Iterable[str], machine: Machine, recompute: str
 ) -> dict[int, list[list[Option]]]:
     """The options of a rank's sublayers by stage, in forward order with "keep" first; embedding and head are kept.
 
@@ -114,62 +110,32 @@ def rank_options(
         recompute: see `[memory]`.
     """
     found: dict[int, list[list[Option]]] = {}
-    for number, stage in stages.items():
+    for number, parts in stages.items():
         found[number] = []
-        for path, part, more in parts_of(trace, stage, prefix):
-            kept = option(path, part, "keep", recompute, machine, more)
-            others = [
-                option(path, part, p, recompute, machine, more) for p in sorted(allowed - {"keep"}) if "." in path
-            ]
+        for part in parts:
+            kept = option(part, "keep", recompute, machine)
+            others = [option(part, p, recompute, machine) for p in sorted(allowed) if "." in part.path]
             found[number].append([kept, *(other for other in others if other.held < kept.held)])
     return found
 
 
-def parts_of(trace: ModelTrace, stage: StageLayers, prefix: str) -> list[tuple[str, PartTrace, int]]:
-    """Path and trace of a stage's parts, in forward order, and bytes that each holds under any placement: what layers share, and
-    the load-balancing loss's."""
-    found = [("embedding", trace.embedding, 0)] if stage.embedding else []
-    for here in stage.layers:
-        layer = trace.layers[here.number]
-        for name, part in layer.on(here):
-            more = trace.balance if name == "mlp" and layer.is_moe else 0
-            more += trace.shared if (here.number, name) == stage.reader else 0
-            found.append((f"{prefix}.{here.number}.{name}", part, more))
-    return found + ([("head", trace.head, 0)] if stage.head else [])
-
-
-def option(
-    path: str,
-    part: PartTrace,
-    placement: str,
-    recompute: str,
-    machine: Machine,
-    more: int = 0,
-    carried: int | None = None,
-) -> Option:
-    """A part under a placement.
-
-    Args:
-        more: bytes that it holds besides.
-        carried: bytes that an offloaded part sends to the host; None means all.
-    """
-    saved = part.saved
+def option(part: Part, placement: str, recompute: str, machine: Machine, carried: int | None = None) -> Option:
+    """A part under a placement. `carried`: bytes that an offloaded part sends to the host; None means all."""
+    trace, saved = part.trace, part.trace.saved
+    held, seconds, moved = saved, 0.0, 0
     match placement:
-        case "recompute" if part.light is not None and recompute != "full":
+        case "recompute" if trace.light is not None and recompute != "full":
             # "save-dispatch" holds less, and is counted as "light".
-            return Option(
-                path, placement, saved, part.light.saved + more, LIGHT_RECOMPUTE_SHARE * machine.seconds(part)[0]
-            )
+            held, seconds = trace.light.saved, LIGHT_RECOMPUTE_SHARE * machine.seconds(trace)[0]
         case "recompute":
-            return Option(path, placement, saved, min(part.inputs, saved) + more, machine.seconds(part)[0])
+            held, seconds = min(trace.inputs, saved), machine.seconds(trace)[0]
         case "offload":
-            leaves = saved if carried is None else min(carried, saved)
-            return Option(path, placement, saved, saved - leaves + more, moved=leaves)
+            moved = saved if carried is None else min(carried, saved)
+            held = saved - moved
         case "stash":  # one more write in forward, and a read
-            capacity, arrived = part.stash
-            copies = 2 * arrived / machine.copy_rate
-            return Option(path, placement, saved, saved - capacity + arrived + more, copies)
-    return Option(path, "keep", saved, saved + more)
+            capacity, arrived = trace.stash
+            held, seconds = saved - capacity + arrived, 2 * arrived / machine.copy_rate
+    return Option(part.path, placement, saved, held + part.balance + part.shared, seconds, moved)
 
 
 def choose(

@@ -27,7 +27,6 @@ from forebay.estimate.placement import (
     Option,
     choose,
     option,
-    parts_of,
     rank_options,
 )
 from forebay.estimate.rank_run import RankRun, StepLevel, Walked
@@ -170,8 +169,9 @@ class RunEstimator:
     def _chosen(self, number: int, stages: Mapping[int, StageLayers]) -> RankEstimate:
         """The cheapest estimate within the limit, or the nearest to it. The trainer's own choice limits bytes in use only."""
         memory = self.config.memory
-        options = rank_options(self.trace, stages, self._allowed(), self.machine, self.prefix, self.config.recompute)
-        times = {path: self.machine.seconds(part) for path, part, _ in self._parts(stages)}
+        parts = self._placed(stages, {})
+        options = rank_options(parts, self._allowed(), self.machine, self.config.recompute)
+        times = {part.path: self.machine.seconds(part.trace) for part in chain(*parts.values())}
         waits = self.auto is None or memory.offload == "all"
         known: dict[frozenset[tuple[str, str]], RankEstimate] = {}  # a walk takes most of the time
 
@@ -194,16 +194,14 @@ class RunEstimator:
 
     def _estimate(self, number: int, stages: Mapping[int, StageLayers], placements: Mapping[str, str]) -> RankEstimate:
         run = self._run(number, stages, placements)
-        walked, recompute = walk(run), self.config.recompute
-        carried = {
-            part.path: offloaded_bytes(walked.plan, part, run.hidden, run.least, run.engine)
-            for part in chain.from_iterable(run.stages.values())
-            if part.placement == "offload" and walked.plan is not None
-        }
-        sublayers = [
-            option(path, part, placements.get(path, "keep"), recompute, self.machine, more, carried.get(path))
-            for path, part, more in self._parts(stages)
-        ]
+        walked = walk(run)
+        sublayers = []
+        for part in chain(*run.stages.values()):
+            carried = None
+            if part.placement == "offload" and walked.plan is not None:
+                carried = offloaded_bytes(walked.plan, part, run.hidden, run.least, run.engine)
+            placement = placements.get(part.path, "keep")
+            sublayers.append(option(part, placement, self.config.recompute, self.machine, carried))
         stall = 0.0 if walked.plan is None else walked.plan.stall_seconds
         steps = 1 if run.interleaves else self.plan.microbatches  # of the manager in a step
         fit = self._fit(number, sum(len(stage.layers) for stage in stages.values()), walked, placements)
@@ -221,13 +219,13 @@ class RunEstimator:
         c, pipeline = self.config, self.config.parallel.pp > 1
         layers, embedding, head = layers_and_ends(stages)
         actions = self.computations(number) if self.actions is None else self.actions[number]
-        measured = None
+        placed, measured = self._placed(stages, placements), None
         if c.memory.policy == "auto" and self.auto is None:
-            measured = self._placed(stages, {path: "offload" for path, *_ in self._parts(stages)})
+            measured = self._placed(stages, {part.path: "offload" for part in chain(*placed.values())})
         return RankRun(
             param_groups(self.weights, layers, embedding, head, self.sharing),
             self.sharing,
-            self._placed(stages, placements),
+            placed,
             shortened(actions, self.engine),
             self._adding_tokens() if self.sharing.adds_in_place else 0,
             self.hidden * self.sharing.compute,
@@ -319,9 +317,6 @@ class RunEstimator:
             return self.auto
         own = kept.before + kept.fit.other + parse_bytes(self.config.memory.budget)
         return own if self.budget is None else min(own, largest_total(self.budget, self.error({})))
-
-    def _parts(self, stages: Mapping[int, StageLayers]) -> list[tuple[str, PartTrace, int]]:
-        return [part for stage in stages.values() for part in parts_of(self.trace, stage, self.prefix)]
 
 
 def layers_and_ends(stages: Mapping[int, StageLayers]) -> tuple[list[StageLayer], bool, bool]:

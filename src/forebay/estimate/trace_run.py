@@ -19,7 +19,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
-from forebay.estimate.events import NamedStorages, cut_nearest, head_events, part_events
+from forebay.estimate.events import cut_nearest, head_events, part_events
 from forebay.estimate.op_costs import address
 from forebay.estimate.op_recorder import OpRecorder
 from forebay.estimate.planned_dispatch import PlannedDispatcher
@@ -33,6 +33,7 @@ from forebay.estimate.types import (
     Log,
     Mark,
     Op,
+    PartEvents,
     PartTrace,
     Shape,
 )
@@ -378,7 +379,7 @@ class TraceRun:
             part.x.grad = None
         own = {m.number for entry in (*recorder.log[part.log], *log) if isinstance(entry, Op) for m in entry.made}
         transferred = frozenset(recorder.transferred & own)
-        named = NamedStorages(x, out, given, dx, self._weight_grads, part.kept, transferred, *part.experts)
+        named = PartEvents(x, out, given, dx, self._weight_grads, part.kept, transferred, *part.experts)
         forward = recorder.log[part.log]
         if self.shape.compiled and Mark(FINAL_NORM_BACKWARD) in log:
             events = head_events(forward, log, named, *self._norm)

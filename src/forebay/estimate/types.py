@@ -78,41 +78,44 @@ Log = list[Op | Freed | Mark]
 
 @dataclass(frozen=True)
 class PartEvents:
-    """The allocations and frees of one microbatch in one part, in the order of a real run.
+    """The allocations and frees of one microbatch in one part, in the order of a real run, and the storages that others name.
 
     The input, the output and their gradients outlive the part: they have numbers, and the caller allocates or frees them where
-    the events do not.
+    the events do not. Numbers are -1 for none.
 
     Attributes:
-        forward, backward: of the four named storages, `backward` has frees at most.
+        forward, backward: of x, output, gradient and dx, `backward` has frees at most.
         forward_no_grad: forward that saves nothing, such as the first run of a recomputed part.
         second_run: what a checkpoint runs again, which ends with the last saved tensor. Empty for a compiled part: it runs whole.
-        x, output, gradient, dx: numbers of the input, the output, the output's gradient and the input's; -1 for none.
-        saves_x: backward reads x.
+        x, output, gradient, dx: numbers of the input, the output, the output's gradient and the input's.
         weight_grads: by the number of a weight's gradient the weight's name (`forebay.estimate.state.Weight`), in the order in
             which they are made.
         transferred: storages that the token dispatcher makes, on a stream of its own if there is one.
         saved: storages that last from forward to backward, in the order in which they are saved; in a compiled sublayer, in which
             they are made.
-        experts_x, experts_h: the experts' rows and their first product; -1 where there are none.
+        experts_x, experts_h: the experts' rows and their first product.
         head_sum: storages of the head's weight gradient, from the loss to the gradient itself.
     """
 
-    forward: tuple[AllocEvent, ...]
-    backward: tuple[AllocEvent, ...]
-    forward_no_grad: tuple[AllocEvent, ...]
     x: int
     output: int
     gradient: int
     dx: int
-    saves_x: bool
     weight_grads: Mapping[int, str]
+    saved: tuple[int, ...]
     transferred: frozenset[int]
-    saved: tuple[int, ...] = ()
-    second_run: tuple[AllocEvent, ...] = ()
     experts_x: int = -1
     experts_h: int = -1
+    forward: tuple[AllocEvent, ...] = ()
+    backward: tuple[AllocEvent, ...] = ()
+    forward_no_grad: tuple[AllocEvent, ...] = ()
+    second_run: tuple[AllocEvent, ...] = ()
     head_sum: frozenset[int] = frozenset()
+
+    @property
+    def saves_x(self) -> bool:
+        """Backward reads x."""
+        return self.x in self.saved
 
 
 @dataclass(frozen=True)

@@ -27,8 +27,7 @@ from forebay.estimate.types import (
     Shape,
     StageLayers,
 )
-from forebay.estimate.walk import AllocatorRun, shortened, walk
-from forebay.estimate.walk_step import WORKSPACE
+from forebay.estimate.walk import WORKSPACE, AllocatorRun, shortened, walk
 from forebay.managed import manage
 from forebay.pipeline.partition import StageLayer
 from forebay.pipeline.schedule import Action, local_plan
@@ -342,7 +341,7 @@ def built(device: str) -> nn.Module:
 def test_the_peak_is_that_of_a_real_step(monkeypatch: pytest.MonkeyPatch, placement: str, mode: str) -> None:
     """Forwards and backwards of a managed model on a CPU, every storage watched; and the same on allocator, laid by its parts.
     cuBLAS's workspaces, larger than all of this model, are made small. Of 4 to 15 MB 0.01 and 0.07 are not planned."""
-    monkeypatch.setattr("forebay.estimate.walk_step.WORKSPACE", 512)
+    monkeypatch.setattr("forebay.estimate.walk.WORKSPACE", 512)
     sequence = 1024
     model = built("cpu")
     ids = torch.randint(0, 256, (1, sequence))

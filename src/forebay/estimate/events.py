@@ -1,7 +1,7 @@
 """The allocation events of a part of a model, derived from the log of its operations on fake tensors.
 
 Input: the `Log`s of a part's forward and backward, and the numbers of its named storages. Output: `PartEvents`, which
-`forebay.estimate.walk_step` plays on an allocator. An uncompiled part allocates and frees in the order of its log. A
+`forebay.estimate.walk` plays on an allocator. An uncompiled part allocates and frees in the order of its log. A
 compiled one does not materialize recomputable storages unless an operation that is not fused (a GEMM, attention, the
 experts) reads them: in forward they are freed after their last reader, and in backward they are made again before it.
 """

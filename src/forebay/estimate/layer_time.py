@@ -14,7 +14,7 @@ from types import MappingProxyType
 from forebay.config import Config
 from forebay.estimate.device import DeviceProfile
 from forebay.estimate.routing import EvenRouting
-from forebay.estimate.state import Sharing
+from forebay.estimate.state import SAME_HOST, Sharing
 from forebay.estimate.types import ModelTrace, OpCost, PartTrace
 from forebay.pipeline.partition import StageLayer
 
@@ -207,12 +207,17 @@ benchmarks/results/paging_ep2_*.md 5 %."""
 
 def dispatch_wait(config: Config) -> float:
     """Seconds by which a dispatch of exact sizes is slower than one with a capacity."""
-    parallel = config.parallel
-    if parallel.ep == 1:
+    if config.parallel.ep == 1:
         return 0.0
-    if parallel.dispatch == "symmetric" or (parallel.dispatch == "auto" and parallel.ep <= 8):
+    if is_symmetric(config):
         return 0.0 if config.step.capacity_factor else _SYNCHRONIZED["symmetric"]
     return _SYNCHRONIZED["nccl"]
+
+
+def is_symmetric(config: Config) -> bool:
+    """Whether the token dispatcher copies directly to other GPUs' memory."""
+    p = config.parallel
+    return p.dispatch == "symmetric" or (p.dispatch == "auto" and p.ep <= SAME_HOST)
 
 
 # What the host does, in operations of the profile's `launch`, which `forebay.estimate.calibrate` measures. Fitted together to

@@ -20,7 +20,7 @@ from forebay.estimate.device import DEFAULT, DeviceProfile
 from forebay.estimate.device import load as load_device
 from forebay.estimate.layer_time import Clock, KernelTime, LayerTimer
 from forebay.estimate.routing import EvenRouting
-from forebay.estimate.state import Sharing
+from forebay.estimate.state import SAME_HOST, Sharing
 from forebay.estimate.step_time import Beside, Elements, ShardingTime
 from forebay.estimate.trace_cache import TraceCache
 from forebay.estimate.types import GPU_BLOCK, PartTrace, Shape, StageLayers
@@ -40,8 +40,6 @@ from forebay.policy import format_bytes
 from forebay.train import hf_io
 from forebay.train.fast_path import Outline, choose_path
 from forebay.train.parallel import experts_in
-
-SAME_HOST = 8  # GPUs of one host, which reach each other's memory: dispatch = "auto" asks for that
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """The parts of a stage with their events under a placement.
 
-Input: a `ModelTrace`, a `StageLayers` and placements. Output: `Part`s in forward order, which `forebay.estimate.walk_step` plays
+Input: a `ModelTrace`, a `StageLayers` and placements. Output: `Part`s in forward order, which `forebay.estimate.walk` plays
 on an allocator. Nothing is kept.
 """
 

@@ -23,14 +23,14 @@ from forebay.errors import UsageError, nearest
 from forebay.estimate.device import DEFAULT, DeviceProfile
 from forebay.estimate.device import load as load_device
 from forebay.estimate.fit import RankFit
-from forebay.estimate.layer_time import Clock
-from forebay.estimate.layers import SAME_HOST, LayerPlan, fast_path_of, shape_of, sharing_of
+from forebay.estimate.layer_time import Clock, is_symmetric
+from forebay.estimate.layers import LayerPlan, fast_path_of, shape_of, sharing_of
 from forebay.estimate.placement import Choice, Option, by_kind, sentences
 from forebay.estimate.processes import forked_map
 from forebay.estimate.rank import RankEstimate, RunEstimator, StepTimer
 from forebay.estimate.rank_run import StepLevel
 from forebay.estimate.routing import EvenRouting
-from forebay.estimate.state import Sharing, all_to_all_bytes, symmetric_bytes
+from forebay.estimate.state import SAME_HOST, Sharing, all_to_all_bytes, symmetric_bytes
 from forebay.estimate.step_time import StepTime
 from forebay.estimate.trace_cache import ModelFacts, TraceCache
 from forebay.estimate.types import Shape
@@ -469,13 +469,12 @@ def _estimator(
 
 def _dispatcher_bytes(config: Config, text: Any, shape: Shape, sharing: Sharing) -> int:
     """Bytes of the token dispatcher outside of the allocator, on a GPU."""
-    p = config.parallel
-    if p.ep == 1 or not sharing.gpu:
+    if sharing.ep == 1 or not sharing.gpu:
         return 0
-    if p.dispatch == "symmetric" or (p.dispatch == "auto" and p.ep <= SAME_HOST):
+    if is_symmetric(config):
         tokens = shape.sequence * shape.microbatch
-        return symmetric_bytes(p.ep, tokens, text.hidden_size, text.num_experts_per_tok, sharing.compute)
-    return all_to_all_bytes(p.ep)
+        return symmetric_bytes(sharing.ep, tokens, text.hidden_size, text.num_experts_per_tok, sharing.compute)
+    return all_to_all_bytes(sharing.ep)
 
 
 def _claims(config: Config, facts: ModelFacts) -> list[Claim]:

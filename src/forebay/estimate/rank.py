@@ -30,7 +30,7 @@ from forebay.estimate.placement import (
     rank_options,
 )
 from forebay.estimate.rank_run import RankRun, StepLevel, Walked
-from forebay.estimate.state import Sharing, WeightShapes, outside_bytes
+from forebay.estimate.state import Sharing, Weight, WeightShapes, outside_bytes
 from forebay.estimate.step_time import (
     Beside,
     Elements,
@@ -364,22 +364,21 @@ class StepTimer:
         times = {n: self._stage(stage) for mine in stages for n, stage in mine.items()}
         ranks = [next(r for r, mine in enumerate(stages) if n in mine) for n in sorted(times)]
         message, contention = self._message() if pp > 1 else 0.0, device.at("contention")
-        on_device = ScheduleTimer(actions, ranks, times, message, engine, contention).run()
-        launch, launched = self.run.launch, on_device.seconds
-        if launch:
-            launched = ScheduleTimer(actions, ranks, times, message, engine, contention, launch).run().seconds
+        on_device = ScheduleTimer(actions, ranks, times, message, engine, contention)
+        launch = self.run.launch
+        called = replace(on_device, launch=launch) if launch else on_device
         overheads = [self._overhead(rank, stages[rank]) for rank in range(pp)]
         slowest = max(overheads, key=lambda b: b.gather + b.reduce)
         return StepTime(
             device=device.name,
             schedule=on_device.seconds + self.stall,
-            launched=launched + self.stall,
+            launched=called.seconds + self.stall,
             gather=slowest.gather,
             reduce=slowest.reduce,
             optimizer=max(b.optimizer for b in overheads),
             host=max(on_device.launches) * launch,
-            busy=on_device.busy,
-            exposed=on_device.exposed,
+            busy=tuple(on_device.busy),
+            exposed=tuple(on_device.exposed),
             tokens=config.train.batch * config.train.sequence,
             measured=bool(device.measured()),
             launch=launch,
@@ -395,12 +394,13 @@ class StepTimer:
 
     def _weights(self, stages: Mapping[int, StageLayers]) -> int:
         """Parameters of a rank, counted by their tensors."""
-        weights, (layers, embedding, head) = self.run.weights, layers_and_ends(stages)
-        return (
-            sum(len(weights.of(layer)) for layer in layers)
-            + len(weights.embedding) * embedding
-            + len(weights.head) * head
-        )
+        layers = layers_and_ends(stages)[0]
+        return sum(len(self.run.weights.of(layer)) for layer in layers) + len(self._ends(stages))
+
+    def _ends(self, stages: Mapping[int, StageLayers]) -> tuple[Weight, ...]:
+        """The parameters of embedding and head that a rank has."""
+        _, embedding, head = layers_and_ends(stages)
+        return self.run.weights.embedding * embedding + self.run.weights.head * head
 
     def _sharding(self) -> ShardingTime:
         return ShardingTime(self.run.clock.device, self.run.sharing, self.run.plan.microbatches)
@@ -441,12 +441,7 @@ class StepTimer:
 
     def _overhead(self, rank: int, stages: Mapping[int, StageLayers]) -> StepOverhead:
         layers = [self._elements(n) for stage in stages.values() for n in stage.layers]
-        outside = [
-            w
-            for s in stages.values()
-            for w in self.run.weights.embedding * s.embedding + self.run.weights.head * s.head
-        ]
-        ends = Elements.of(outside, self.run.sharing)
+        ends = Elements.of(self._ends(stages), self.run.sharing)
         fused, clips = self.run.config.optimizer.fused, self.run.config.train.clip > 0
         frozen = self.run.sharing.frozen * sum(e.frozen for e in (*layers, ends))
         trained = self.parameters[rank] - frozen // (self.run.sharing.data if self.run.sharing.sharded else 1)

@@ -316,7 +316,7 @@ def test_expert_parallelism_receives_rows() -> None:
 def test_a_page_has_whole_rows_of_one_tensor(monkeypatch: pytest.MonkeyPatch) -> None:
     """A page of 460 bytes has three rows of x, of 128 bytes, and four of h, of 96."""
     assert (2 * HIDDEN, 2 * 2 * WIDTH) == (128, 96)
-    monkeypatch.setattr("forebay.estimate.trace_run.PAGE", 460)
+    monkeypatch.setattr("forebay.estimate.trace.PAGE", 460)
     trace = traced("qwen3_moe", stages=True, ep=4)
     planned = PlannedDispatcher(4, EvenRouting(EXPERTS, TOP_K), BATCH * SEQUENCE)
     assert trace.layers[1].mlp.stash[1] == 460 * (math.ceil(planned.live_rows / 3) + math.ceil(planned.live_slots / 4))

@@ -143,7 +143,7 @@ def fast_path_of(config: Config, world: int, traces: TraceCache | None = None) -
     traces = traces or TraceCache()
 
     def outline(declared: Any) -> Outline:
-        facts = traces.facts(config.model, declared)
+        facts = traces.facts(config)
         return Outline(facts.weights.sizes, facts.paths, facts.sublayers)
 
     declared = partial(traces.declared, config)
@@ -162,10 +162,9 @@ def plan_layers(config: Config, world: int = 0, traces: TraceCache | None = None
     world, traces = world or config.processes, traces or TraceCache()
     check_world(config, world)
     config = fast_path_of(config, world, traces).config
-    declared = traces.declared(config)
-    check_experts(config.parallel.ep, experts_in(declared))
+    check_experts(config.parallel.ep, experts_in(traces.declared(config)))
     sharing = world // config.parallel.pp
-    costs = layer_costs(config, declared, sharing_of(config, world), traces)
+    costs = layer_costs(config, sharing_of(config, world), traces)
     asked = partition_of(config, len(costs.layers), sharing, costs)
     schedule, pp, chunks, microbatches = pipeline_shape(config, sharing)
     even = even_partition(len(costs.layers), schedule, pp, chunks)
@@ -179,13 +178,13 @@ def plan_layers(config: Config, world: int = 0, traces: TraceCache | None = None
     )
 
 
-def layer_costs(config: Config, declared: Any, sharing: Sharing, traces: TraceCache) -> ModelCosts:
+def layer_costs(config: Config, sharing: Sharing, traces: TraceCache) -> ModelCosts:
     """Seconds on an H200 and saved bytes of each part for one microbatch, if all are kept.
 
     Where all-to-alls run beside another microbatch, a layer takes the longer of computing and all-to-alls.
     """
-    facts = traces.facts(config.model, declared)
-    trace = traces.trace(config.model, declared, shape_of(config, declared, sharing))
+    facts, declared = traces.facts(config), traces.declared(config)
+    trace = traces.trace(config, shape_of(config, declared, sharing))
     device = load_device(DEFAULT)
     schedule, *_, microbatches = pipeline_shape(config, sharing.batch)
     timer = LayerTimer(Clock.of(device, config, EvenRouting.of(declared), sharing), config, trace)
@@ -282,10 +281,10 @@ def slow_link(config: Config, world: int, per_node: int, device: DeviceProfile) 
     if per_node >= world or per_node % ep == 0:
         return ""
     try:
-        declared = hf_io.declared_by(config)
-        if not experts_in(declared):
+        traces = TraceCache()
+        if not experts_in(traces.declared(config)):
             return ""  # the run itself says why it cannot start
-        count, transfer = _bytes_per_step(config, declared, world, per_node)
+        count, transfer = _bytes_per_step(config, traces, world, per_node)
         rate = device.link("all_to_all", False, transfer)
         cost = (
             f"each process sends {count / 1e9:.2f} GB a step over the network, about {count / rate:.3f} s at "
@@ -299,17 +298,17 @@ def slow_link(config: Config, world: int, per_node: int, device: DeviceProfile) 
     )
 
 
-def _bytes_per_step(config: Config, declared: Any, world: int, per_node: int) -> tuple[float, float]:
+def _bytes_per_step(config: Config, traces: TraceCache, world: int, per_node: int) -> tuple[float, float]:
     """Bytes that a process sends to other nodes in a step, and in each transfer of a microbatch.
 
     Raises:
         UsageError: a model that cannot be read.
     """
-    c, ep, sharing = config, config.parallel.ep, world // config.parallel.pp
-    layers = TraceCache().facts(c.model, declared).weights.layers
+    c, declared, sharing = config, traces.declared(config), world // config.parallel.pp
+    layers = traces.facts(c).weights.layers
     moe_layers = sum(any(weight.experts for weight in layer) for layer in layers) / c.parallel.pp
     text, size = declared.get_text_config(), 2 if c.model.computed_in == "bfloat16" else 4
-    rows = EvenRouting.of(declared).between_nodes(ep, per_node, c.parallel.dispatch)
+    rows = EvenRouting.of(declared).between_nodes(c.parallel.ep, per_node, c.parallel.dispatch)
     row = text.hidden_size * size
     tokens = c.train.batch * c.train.sequence / sharing
     return _TRANSFERS * moe_layers * tokens * rows * row, c.microbatch(sharing) * c.train.sequence * rows * row

@@ -425,7 +425,7 @@ def _estimator(
     declared = traces.declared(c)
     text, routing = declared.get_text_config(), EvenRouting.of(declared)
     check_experts(p.ep, routing.experts)
-    facts = traces.facts(c.model, declared)
+    facts = traces.facts(c)
     called = why_called(c, sharing.gpu, routing.experts)
     notes = _model_notes(c, facts.attention, routing.experts)
     placements, light, whole = dict[str, str](), set[int](), set[int]()
@@ -435,10 +435,10 @@ def _estimator(
         mode = c.recompute if c.model.experts == "forebay" else "full"
         placements, light, whole = _placements(claims, facts.sublayers, mode, notes)
     shape = shape_of(c, declared, sharing, skew)
-    trace = traces.trace(c.model, declared, shape)
+    trace = traces.trace(c, shape)
     trace = trace.with_mlps([layer.mlp.light or layer.mlp for layer in trace.layers], light)
     if whole:
-        checkpointed = traces.trace(c.model, declared, replace(shape, checkpointed_experts=True))
+        checkpointed = traces.trace(c, replace(shape, checkpointed_experts=True))
         trace = trace.with_mlps([layer.mlp for layer in checkpointed.layers], whole)
     hidden = shape.sequence * shape.microbatch * text.hidden_size
     actions = None

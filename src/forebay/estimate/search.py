@@ -337,7 +337,7 @@ class _Runs:
         check_experts(mesh.ep, experts_in(self.declared))
         for skew in {1.0, self.skew}:
             shape = shape_of(config, self.declared, sharing_of(config, self.world), skew)
-            self.traces.trace(config.model, self.declared, shape)
+            self.traces.trace(config, shape)
 
     def bounding(self, config: Config, plan: LayerPlan) -> RunEstimator:
         return bounding(config, plan, self.world, self.traces, self.skew, self.auto)

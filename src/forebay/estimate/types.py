@@ -1,7 +1,7 @@
 """Plain data of the estimator: what a trace is asked (`Shape`), what it answers (`ModelTrace`), and allocation events.
 
 `forebay.estimate.op_recorder` writes a `Log` of operations on fake tensors, `forebay.estimate.events` turns it into
-`PartEvents`, and `forebay.estimate.trace_run` collects them. Nothing is run or kept here.
+`PartEvents`, and `forebay.estimate.trace` collects them. Nothing is run or kept here.
 """
 
 from __future__ import annotations

@@ -51,12 +51,12 @@ def drawn(chance: random.Random, traces: TraceCache) -> tuple[str, RunEstimator]
 
 def needs(run: RunEstimator, placements: dict[str, str]) -> int:
     """The smallest budget that fits these placements."""
-    fit = run._estimate(0, run.plan.stages(0), placements).fit
+    fit = run._estimate(0, placements).fit
     return least_budget(fit.total, fit.error)
 
 
 def row(name: str, run: RunEstimator) -> dict[str, Any]:
-    parts = run._placed(run.plan.stages(0), {})
+    parts = run._placed(0, {})
     options = rank_options(parts, run._allowed(), run.machine, run.config.memory.recompute)
     sublayers = [own for stage in options.values() for own in stage]
     recomputed = {o.path: o.placement for own in sublayers for o in own if o.placement == "recompute"}

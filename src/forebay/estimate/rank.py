@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import chain
 from math import inf
 
@@ -16,10 +16,10 @@ from forebay.config import Config
 from forebay.config.fast_path import GRAPH_NODES
 from forebay.estimate.allocator import ROLES
 from forebay.estimate.fit import RankFit, largest_total, least_budget, planning_error
-from forebay.estimate.fsdp import least_bytes, param_groups
+from forebay.estimate.fsdp import ParamGroup, least_bytes, param_groups
 from forebay.estimate.layer_time import NO_TIME, Clock, KernelTime, LayerTimer
 from forebay.estimate.layers import LayerPlan
-from forebay.estimate.offloading import ENDS, Link, is_cut, offloaded_bytes
+from forebay.estimate.offloading import ENDS, is_cut, offloaded_bytes
 from forebay.estimate.parts import Part, part_of, placed_parts
 from forebay.estimate.placement import (
     Choice,
@@ -29,7 +29,7 @@ from forebay.estimate.placement import (
     option,
     rank_options,
 )
-from forebay.estimate.rank_run import RankRun, StepLevel, Walked
+from forebay.estimate.rank_run import Link, RankRun, StepLevel, Walked
 from forebay.estimate.state import Sharing, Weight, WeightShapes, outside_bytes
 from forebay.estimate.step_time import (
     Beside,
@@ -56,8 +56,7 @@ class RankEstimate:
     """A rank's estimate.
 
     Attributes:
-        levels: of a step, part by part.
-        before: bytes in use before a forward; see `Walked`.
+        levels, before: see `Walked`.
         stall: seconds of a step in which the device waits for copies to and from the host.
         over: the rank and by how much it exceeds the limit, if no placements fit.
     """
@@ -80,7 +79,6 @@ class RunEstimator:
         placements: sublayer path to placement, for ranks that do not choose their own.
         hidden: elements of a microbatch's hidden states.
         exchange: bytes of the token dispatcher outside of the allocator.
-        clock: of the device; of the default one if none is given.
         actions: by pipeline rank; None without a pipeline.
         why_called: why a run with `memory.graph` calls its steps; "" if it captures them.
         budget: bytes a process may use; None if not given.
@@ -141,9 +139,7 @@ class RunEstimator:
         return self.auto is not None or self.config.memory.policy == "auto"
 
     def rank(self, number: int) -> RankEstimate:
-        """Estimate pipeline rank `number`."""
-        stages = self.plan.stages(number)
-        return self._chosen(number, stages) if self.chooses else self._estimate(number, stages, self.placements)
+        return self._chosen(number) if self.chooses else self._estimate(number, self.placements)
 
     @property
     def _outside(self) -> int:
@@ -155,59 +151,54 @@ class RunEstimator:
     def least(self) -> tuple[int, int]:
         """Bytes below which the peak of the fullest rank is not, and that rank: parameters, what a step makes of them, and what
         sublayers that are kept save."""
-        ranks = range(self.config.parallel.pp)
-        runs = [self._run(number, self.plan.stages(number), self.placements) for number in ranks]
+        runs = [self._run(number, self.placements) for number in range(self.config.parallel.pp)]
         found = [least_bytes(run.groups, self.sharing) + (0 if self.chooses else run.kept) for run in runs]
         return max((size + self._outside, number) for number, size in enumerate(found))
 
     def mean(self) -> int:
         """Bytes below which the peak of the fullest rank is not, whatever layers each has: the mean of what parameters take."""
-        ranks = range(self.config.parallel.pp)
-        groups = (param_groups(self.weights, *layers_and_ends(self.plan.stages(n)), self.sharing) for n in ranks)
-        return sum(least_bytes(group, self.sharing) for group in groups) // len(ranks) + self._outside
+        ranks = self.config.parallel.pp
+        return sum(least_bytes(self._groups(n), self.sharing) for n in range(ranks)) // ranks + self._outside
 
-    def _chosen(self, number: int, stages: Mapping[int, StageLayers]) -> RankEstimate:
+    def _chosen(self, number: int) -> RankEstimate:
         """The cheapest estimate within the limit, or the nearest to it. The trainer's own choice limits bytes in use only."""
         memory = self.config.memory
-        parts = self._placed(stages, {})
+        parts = self._placed(number, {})
         options = rank_options(parts, self._allowed(), self.machine, self.config.recompute)
         times = {part.path: self.machine.seconds(part.trace) for part in chain(*parts.values())}
         waits = self.auto is None or memory.offload == "all"
-        known: dict[frozenset[tuple[str, str]], RankEstimate] = {}  # a walk takes most of the time
 
-        def estimate(placements: Mapping[str, str]) -> RankEstimate:
-            key = frozenset(placements.items())
-            if key not in known:
-                known[key] = self._estimate(number, stages, placements)
-            return known[key]
+        @cache  # a walk takes most of the time
+        def estimate(placements: frozenset[tuple[str, str]]) -> RankEstimate:
+            return self._estimate(number, dict(placements))
 
         def used(placements: Mapping[str, str]) -> int:
-            fit = estimate(placements).fit
+            fit = estimate(frozenset(placements.items())).fit
             return least_budget(fit.total, fit.error) if self.auto is not None else fit.allocated
 
-        kept = estimate({})
+        kept = estimate(frozenset())
         limit = self._limit(kept)
-
         choice = choose(number, options, times, kept.levels, self.plan.microbatches, limit, self.machine, waits, used)
         over = f"rank {number} by {format_bytes(choice.peak - limit)}" if choice.peak > limit else ""
-        return replace(estimate(choice.placements), stall=choice.waits, choice=choice, over=over)
+        return replace(estimate(frozenset(choice.placements.items())), stall=choice.waits, choice=choice, over=over)
 
-    def _estimate(self, number: int, stages: Mapping[int, StageLayers], placements: Mapping[str, str]) -> RankEstimate:
-        run = self._run(number, stages, placements)
+    def _estimate(self, number: int, placements: Mapping[str, str]) -> RankEstimate:
+        run = self._run(number, placements)
         walked = walk(run)
         sublayers = []
         for part in chain(*run.stages.values()):
             carried = None
             if part.placement == "offload" and walked.plan is not None:
-                carried = offloaded_bytes(walked.plan, part, run.hidden, run.least, run.engine)
+                carried = offloaded_bytes(walked.plan, part, run)
             placement = placements.get(part.path, "keep")
             sublayers.append(option(part, placement, self.config.recompute, self.machine, carried))
         stall = 0.0 if walked.plan is None else walked.plan.stall_seconds
         steps = 1 if run.interleaves else self.plan.microbatches  # of the manager in a step
-        fit = self._fit(number, sum(len(stage.layers) for stage in stages.values()), walked, placements)
+        fit = self._fit(number, walked, placements)
         return RankEstimate(fit, walked.levels, tuple(sublayers), walked.before, steps * stall)
 
-    def _fit(self, number: int, layers: int, walked: Walked, placements: Mapping[str, str]) -> RankFit:
+    def _fit(self, number: int, walked: Walked, placements: Mapping[str, str]) -> RankFit:
+        layers = sum(len(stage.layers) for stage in self.plan.stages(number).values())
         cached = walked.reserved - walked.peak.allocated if self.sharing.gpu else 0
         graph = GRAPH_NODES * layers * self.plan.microbatches if self.captured else 0
         other = self._outside + self.exchange + graph
@@ -215,15 +206,15 @@ class RunEstimator:
         error = self.error(placements)
         return RankFit(number, **held, other=other, where=walked.peak.where, cached=cached, error=error)
 
-    def _run(self, number: int, stages: Mapping[int, StageLayers], placements: Mapping[str, str]) -> RankRun:
+    def _run(self, number: int, placements: Mapping[str, str]) -> RankRun:
         c, pipeline = self.config, self.config.parallel.pp > 1
-        layers, embedding, head = layers_and_ends(stages)
         actions = self.computations(number) if self.actions is None else self.actions[number]
-        placed, measured = self._placed(stages, placements), None
+        placed, measured = self._placed(number, placements), None
         if c.memory.policy == "auto" and self.auto is None:
-            measured = self._placed(stages, {part.path: "offload" for part in chain(*placed.values())})
+            measured = self._placed(number, {part.path: "offload" for part in chain(*placed.values())})
+        router_loss = self.trace.router_loss if self.engine and not pipeline else None
         return RankRun(
-            param_groups(self.weights, layers, embedding, head, self.sharing),
+            self._groups(number),
             self.sharing,
             placed,
             shortened(actions, self.engine),
@@ -238,20 +229,17 @@ class RunEstimator:
             # The choice of placements counts on what the link carries already.
             link=None if self.chooses or "offload" not in placements.values() else self._link(),
             measured=measured,
-            router_loss=self._router_loss(),
+            router_loss=None if router_loss is None else part_of("router loss", "head", router_loss),
         )
 
-    def _router_loss(self) -> Part | None:
-        loss = self.trace.router_loss
-        if loss is None or not self.engine or self.config.parallel.pp > 1:
-            return None
-        return part_of("router loss", "head", loss)
+    def _groups(self, number: int) -> list[ParamGroup]:
+        return param_groups(self.weights, *layers_and_ends(self.plan.stages(number)), self.sharing)
 
-    def _placed(self, stages: Mapping[int, StageLayers], placements: Mapping[str, str]) -> dict[int, list[Part]]:
+    def _placed(self, number: int, placements: Mapping[str, str]) -> dict[int, list[Part]]:
         mode = self.config.recompute
         return {
             n: placed_parts(self.trace, stage, placements, prefix=self.prefix, recompute=mode)
-            for n, stage in stages.items()
+            for n, stage in self.plan.stages(number).items()
         }
 
     def _link(self) -> Link:

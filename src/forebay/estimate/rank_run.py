@@ -1,20 +1,41 @@
-"""A run on one rank, as the walk reads it, and what the walk finds: plain data."""
+"""A run on one rank, as the walk reads it, and what the walk finds."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from forebay.estimate.fsdp import ParamGroup
-from forebay.estimate.offloading import Link
 from forebay.estimate.parts import Part
 from forebay.estimate.state import Sharing
-from forebay.memory.timeline import Plan
+from forebay.memory.solver import fit_link, is_interleaved, offload_all, plan_interleaved
+from forebay.memory.timeline import Plan, Timeline
 from forebay.pipeline.schedule import Action
 
 # By an action's kind: forwards that wait for their backward, more or less.
 _HELD = MappingProxyType({"F": 1, "B": -1, "I": -1})
+
+
+@dataclass(frozen=True)
+class Link:
+    """The link to the host, and what may use it.
+
+    Attributes:
+        rates: positional rates of a `Timeline`, bytes a second.
+        seconds: of the forward and backward of each of a part's calls, recomputation included. A device that waits for its host
+            is slower than its profile: the run then offloads more than is planned here.
+        everything: `offload = "all"`: the device may wait for the link.
+    """
+
+    rates: tuple[float | None, ...]
+    seconds: Callable[[Part], Sequence[tuple[float, float]]]
+    everything: bool = False
+
+    def plan(self, timeline: Timeline, paths: frozenset[str]) -> Plan:
+        if is_interleaved(timeline):
+            return plan_interleaved(timeline, paths, self.everything)
+        return offload_all(timeline, paths) if self.everything else fit_link(timeline, paths)
 
 
 @dataclass(frozen=True)

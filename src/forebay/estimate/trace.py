@@ -88,10 +88,10 @@ def trace_model(model: Any, shape: Shape, like: ModelTrace | None = None) -> Mod
         run = TraceRun(model.train(), shape, known, shares, routers)
         run.forward()
         run.backward()
-    by_kind = {
-        kind: LayerTrace(*(run.parts[last[half]] for half in kind), is_moe=bool(moe_blocks(layers[kinds.index(kind)])))
-        for kind in set(kinds)
-    }
+    by_kind = {}
+    for kind in set(kinds):
+        attention, mlp = (run.parts[last[half]] for half in kind)
+        by_kind[kind] = LayerTrace(attention, mlp, bool(moe_blocks(layers[kinds.index(kind)])))
     found: TraceRun | ModelTrace = run if like is None else like
     return ModelTrace(
         run.parts["embedding"],

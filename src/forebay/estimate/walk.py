@@ -96,9 +96,7 @@ class AllocatorRun:
         self._workspaces: list[Block] = []
         self.arena: Block | None = None
         self.tables: Block | None = None
-        self.manager = OffloadManager(
-            self.allocator, self.stream, run.link, run.hidden, run.least, run.engine, run.measured is not None
-        )
+        self.manager = OffloadManager(self.allocator, self.stream, run)
         self.peak = StepLevel("", "", (0,) * len(ROLES))
         self.levels: list[StepLevel] = []
         self.note("", "initialization")

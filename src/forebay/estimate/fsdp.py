@@ -29,15 +29,12 @@ DEFAULT = "default"
 
 
 class GroupParam(NamedTuple):
-    """A parameter of a group. Sizes are elements.
+    """A parameter of a group. Sizes are elements: of the rank's shard, of what the rank computes with, and of the parameter that
+    is initialized.
 
     Attributes:
         kind: "embedding", "head", or "".
-        own: of the rank's shard.
-        whole: of what the rank computes with.
-        drawn: of the parameter that is initialized.
         vector: it has one dimension.
-        frozen: it is not trained.
         lent: the rank computes with it in its shard's memory.
         split: that is split; see `forebay.train.weights_in_place`.
     """
@@ -72,7 +69,6 @@ class ParamGroup:
 
     @property
     def own(self) -> int:
-        """Elements of the rank's shard."""
         return sum(p.own for p in self.params)
 
     @property
@@ -174,11 +170,8 @@ class PersistentState:
     """Parameters and moments, in the order of the parameters.
 
     The optimizer makes both moments and a step count for each parameter in its first step: matrices, then vectors. It casts
-    gradients in parts (`forebay.train.parallel.ShardedAdamW`).
-
-    Args:
-        random: parameters are initialized, not loaded. Each is initialized whole, before the one before it is freed; so are the
-            tensors that FSDP2 casts.
+    gradients in parts (`forebay.train.parallel.ShardedAdamW`). If parameters are initialized, not loaded, each is whole before
+    the one before it is freed; so are the tensors that FSDP2 casts.
     """
 
     def __init__(self, allocator: CachingAllocator, groups: Sequence[ParamGroup], sharing: Sharing):

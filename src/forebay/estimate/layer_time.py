@@ -78,7 +78,6 @@ class KernelTime:
 
     @property
     def computing(self) -> float:
-        """Seconds without all-to-alls."""
         return self.compute + self.weight_grads
 
     @property
@@ -121,7 +120,6 @@ class Clock:
 
     @classmethod
     def of(cls, device: DeviceProfile, config: Config, routing: EvenRouting, sharing: Sharing) -> Clock:
-        """The clock of a run."""
         p = config.parallel
         sums = 2 * sharing.summed / sharing.compute if sharing.adds_in_place else 0.0
         return cls(device, p.ep, sharing.compute == 4, routing.crossing_share(p.ep, device.node, p.dispatch), sums)
@@ -260,11 +258,8 @@ class LayerTimer:
     statistics: bool = True
 
     def layer(self, here: StageLayer, placements: Mapping[str, str] = _KEPT) -> tuple[KernelTime, KernelTime]:
-        """A layer's forward, with the wait for the exact sizes of a token dispatch, and its backward.
-
-        Args:
-            placements: by the name of a sublayer; the default is "keep".
-        """
+        """A layer's forward, with the wait for the exact sizes of a token dispatch, and its backward. `placements`: by the name
+        of a sublayer; the default is "keep"."""
         layer = self.trace.layers[here.number]
         forward = backward = NO_TIME
         for name, part in layer.on(here):
@@ -279,12 +274,11 @@ class LayerTimer:
         return forward, backward
 
     def end(self, part: PartTrace) -> tuple[KernelTime, KernelTime]:
-        """Forward and backward of the embedding or the head."""
+        """The embedding or the head."""
         forward, backward = self.clock.both_ways(part)
         return self._launched(forward), self._launched(backward)
 
     def sublayer(self, part: PartTrace, placement: str) -> tuple[KernelTime, KernelTime]:
-        """A sublayer's forward and backward."""
         config = self.config
         direct = config.memory.compile or (config.has_engine and config.parallel.ep * config.parallel.pp == 1)
         around = (SUBLAYER_DIRECT if direct else SUBLAYER) + CUT * config.cuts_at_dispatch + _storing(part, placement)

@@ -41,7 +41,6 @@ class StepTime:
     """Seconds of a step, and where they go.
 
     Attributes:
-        device: name of the profile.
         schedule: from the first action to the last rank's end, on the device.
         launched: the same, with hosts that launch each kernel; equal to `schedule` for a CUDA graph step.
         gather, reduce, optimizer: see `StepOverhead`; of the slowest rank.
@@ -298,7 +297,6 @@ class Elements:
 
     @classmethod
     def of(cls, weights: Sequence[Weight], s: Sharing) -> Elements:
-        """Elements of `weights`, which processes share as `s` says."""
         counts = dict.fromkeys(("rest", "experts", "frozen", "lent_rest", "lent_experts", "split"), 0)
         for w in weights:
             kind = "experts" if w.experts else "rest"

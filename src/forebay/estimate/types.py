@@ -39,12 +39,8 @@ MULTIPROCESSORS = 132
 
 
 class NewStorage(NamedTuple):
-    """A storage that an operation makes.
-
-    Attributes:
-        recomputable: compiled code fuses the operation into its readers, and runs it again in backward.
-        origins: storages that it can be recomputed from.
-    """
+    """A storage that an operation makes; `recomputable` from its `origins`: compiled code fuses the operation into its readers,
+    and runs it again in backward."""
 
     number: int
     size: int
@@ -124,8 +120,7 @@ class Shape:
 
     Attributes:
         sequence, microbatch: tokens of a sequence, sequences.
-        experts: "forebay" or "transformers".
-        loss: "fused" or "transformers".
+        experts, loss: see `[model]`.
         stages: MoE sublayers are split at the token dispatcher (expert parallelism, pipelines, overlap).
         ep, skew, capacity_factor: see `forebay.estimate.planned_dispatch.PlannedDispatcher`.
         compiled: sublayers are compiled (`memory.compile`).
@@ -160,15 +155,8 @@ class Shape:
 
     def without_experts(self) -> Shape:
         """The shape without that on which only MoE sublayers depend."""
-        return replace(
-            self,
-            ep=1,
-            skew=1.0,
-            capacity_factor=0.0,
-            deferred_weight_grads=False,
-            rounds=False,
-            checkpointed_experts=False,
-        )
+        one = replace(self, ep=1, skew=1.0, capacity_factor=0.0)
+        return replace(one, deferred_weight_grads=False, rounds=False, checkpointed_experts=False)
 
 
 @dataclass(frozen=True)
@@ -206,7 +194,6 @@ class PartTrace:
     """One microbatch in one part of a model: embedding, sublayer, or head with its loss. Figures are bytes.
 
     Attributes:
-        saved: for backward.
         inputs: of the input hidden states, which recomputing the part keeps.
         light: the part under light recomputation of the experts; None if it has none.
         stash: bytes of the experts' x and h in buffers of the capacity, and of pages with the rows that arrive; (0, 0) without
@@ -214,7 +201,6 @@ class PartTrace:
         deferred: bytes of each tensor that deferred weight gradients of the experts keep (`forebay.moe.wgrad`).
         token_rows: bytes of the gathered rows that one of the experts' weight gradients needs while it is made.
         given: places in `ModelTrace.given` of what it gets as an argument.
-        forward_ops, backward_ops: costs, in order.
     """
 
     saved: int

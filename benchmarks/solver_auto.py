@@ -17,7 +17,7 @@ from typing import Any
 from forebay.errors import UsageError
 from forebay.estimate.fit import least_budget
 from forebay.estimate.layers import fast_path_of, plan_layers, sharing_of
-from forebay.estimate.placement import _ChoiceCosts, rank_options
+from forebay.estimate.placement import ChoiceCosts, rank_options
 from forebay.estimate.plan import _estimator, ask
 from forebay.estimate.rank import RunEstimator
 from forebay.estimate.trace_cache import TraceCache
@@ -66,7 +66,7 @@ def row(name: str, run: RunEstimator) -> dict[str, Any]:
     plain = run.plan.microbatches * sum(map(sum, times.values()))
     every = []
     if math.prod(map(len, sublayers)) <= SMALL:
-        costs = _ChoiceCosts(options, times, (), run.plan.microbatches, run.machine, False)
+        costs = ChoiceCosts(options, times, (), run.plan.microbatches, run.machine, False)
         for chosen in product(*(range(len(own)) for own in sublayers)):
             seconds, waited = costs.seconds(chosen)
             if waited < 1e-9:

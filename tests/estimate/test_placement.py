@@ -19,6 +19,7 @@ from forebay.estimate.layers import plan_layers
 from forebay.estimate.parts import part_of, placed_parts
 from forebay.estimate.placement import (
     Choice,
+    ChoiceCosts,
     Machine,
     Option,
     by_kind,
@@ -110,8 +111,10 @@ class Case:
                     live[path] += change
 
     def choose(self, budget: int, waits: bool = False) -> Choice:
-        arguments = self.options, self.times, self.levels, self.microbatches, budget, self.machine, waits
-        return choose(0, *arguments, self.used)
+        return choose(0, self.costs(waits), budget, self.used)
+
+    def costs(self, waits: bool) -> ChoiceCosts:
+        return ChoiceCosts(self.options, self.times, self.levels, self.microbatches, self.machine, waits)
 
     def used(self, placements: Mapping[str, str]) -> int:
         picked = [next(o for o in own if o.placement == placements.get(o.path, "keep")) for own in self.options[0]]
@@ -165,8 +168,7 @@ def test_a_larger_budget_never_costs_more(seed: int, layers: int, waits: bool, s
         return case.used(placements) + zlib.crc32(repr(placements).encode()) % (noise + 1)
 
     def chosen(budget: int) -> Choice:
-        arguments = case.options, case.times, case.levels, case.microbatches, budget, case.machine, waits
-        choice = choose(0, *arguments, used=used)
+        choice = choose(0, case.costs(waits), budget, used)
         assert choice.peak == used(choice.placements)
         return choice
 
@@ -238,11 +240,10 @@ def test_the_link_by_hand() -> None:
     left = {}
     for rate in (100.0, 50.0, 20.0):
         options = [[Option("embedding", "keep", 1, 1)]]
-        options += [[Option(p, "keep", 100, 100), Option(p, "offload", 100, 0, moved=100)] for p in paths]
+        options += [[Option(p, "keep", 100, 100), Option(p, "offload", 100, 0, 100, moved=100)] for p in paths]
         options += [[Option("head", "keep", 1, 1)]]
-        choice = choose(
-            0, {0: options}, times, levels, 1, 1, machine(rate), False, lambda placements: 5000 - 100 * len(placements)
-        )
+        costs = ChoiceCosts({0: options}, times, levels, 1, machine(rate), False)
+        choice = choose(0, costs, 1, lambda placements: 5000 - 100 * len(placements))
         left[rate] = len(choice.placements)
     assert left == {100.0: 12, 50.0: 6, 20.0: 0}
 

@@ -8,7 +8,7 @@ experts) reads them: in forward they are freed after their last reader, and in b
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from forebay.estimate.kernel_order import least_peak_order
@@ -194,22 +194,13 @@ def _without_graph(log: Log, named: PartEvents) -> list[AllocEvent]:
 def _compiled_forward(log: Log, named: PartEvents, kept: set[int]) -> list[AllocEvent]:
     stays = kept | {named.output}
     materialized = _read_unfused(log) | stays
-    last = _last_compiled_reads(log, materialized)
-    ends = _by_position(last)
-    found: list[AllocEvent] = []
-    live: set[int] = set()  # materialized, and neither saved nor the output
-    for at, entry in enumerate(log):
-        if isinstance(entry, Mark):
-            found.append((-1, entry.number))
-            continue
-        if isinstance(entry, Op):
-            made = _materialized(entry, materialized)
-            found += [(m.number, m.size) for m in made]
-            live.update(m.number for m in made if m.number not in stays)
-        freed = ends.get(at, []) if isinstance(entry, Op) else [entry.number] if entry.number not in last else []
-        found += [(n, 0) for n in freed if n in live]
-        live.difference_update(freed)
-    return found + [(n, 0) for n in sorted(live)]
+    live: set[int] = set()  # materialized
+
+    def makes(op: Op) -> dict[int, int]:
+        return {m.number: m.size for m in _materialized(op, materialized)}
+
+    found = _with_frees(log, makes, _last_compiled_reads(log, materialized), live, stays, {})
+    return found + [(n, 0) for n in sorted(live - stays)]
 
 
 def _compiled_backward(log: Log, named: PartEvents, made: dict[int, NewStorage], kept: set[int]) -> list[AllocEvent]:
@@ -220,25 +211,47 @@ def _compiled_backward(log: Log, named: PartEvents, made: dict[int, NewStorage],
     last = {n: at for n, at in needed.items() if n not in named.weight_grads}
     there = {m.number for entry in log if isinstance(entry, Op) for m in entry.made}
     waiting = {n: origins for n, origins in _recomputed(log, made, kept).items() if n not in there}
-    ends = _by_position(last)
-    found: list[AllocEvent] = [(n, 0) for n in released.get(-1, ())]
-    live = {named.gradient}
+
+    def makes(op: Op) -> dict[int, int]:
+        again = {n: made[n].size for n in _recomputed_for(op, waiting)}
+        for n in again:
+            del waiting[n]
+        return again | {m.number: m.size for m in _materialized(op, materialized)}
+
+    first = [(n, 0) for n in released.get(-1, ())]
+    return first + _with_frees(log, makes, last, {named.gradient}, frozenset(), released)
+
+
+def _with_frees(
+    log: Log,
+    makes: Callable[[Op], Mapping[int, int]],
+    last: Mapping[int, int],
+    live: set[int],
+    stays: Collection[int],
+    released: Mapping[int, Sequence[int]],
+) -> list[AllocEvent]:
+    """What operations make, freed after the operation that reads it last, or else where the log frees it.
+
+    Args:
+        last: positions of the operations that read each storage last.
+        live: storages that are there; changed to those that are left.
+        stays: those that are not freed.
+        released: by position, what is freed besides.
+    """
+    ends, found = _by_position(last), list[AllocEvent]()
     for at, entry in enumerate(log):
         if isinstance(entry, Mark):
             found.append((-1, entry.number))
             continue
         if isinstance(entry, Op):
-            new = {n: made[n].size for n in _recomputed_for(entry, waiting)}
-            waiting = {n: origins for n, origins in waiting.items() if n not in new}
-            new |= {m.number: m.size for m in _materialized(entry, materialized)}
+            new, freed = makes(entry), ends.get(at, [])
             found += new.items()
             live.update(new)
-            freed = ends.get(at, [])
         else:
             freed = [] if entry.number in last else [entry.number]
-        found += [(n, 0) for n in freed if n in live]
-        live.difference_update(freed)
-        found += [(n, 0) for n in released.get(at, ())]
+        gone = [n for n in freed if n in live and n not in stays]
+        live.difference_update(gone)
+        found += [(n, 0) for n in (*gone, *released.get(at, ()))]
     return found
 
 

@@ -55,6 +55,7 @@ class Option:
     Attributes:
         saved: that autograd saves.
         held: on the device from forward to backward.
+        freed: fewer than if it is kept.
         seconds: that the placement costs.
         moved: over the link, each way.
     """
@@ -63,18 +64,9 @@ class Option:
     placement: str
     saved: int
     held: int
+    freed: int = 0
     seconds: float = 0.0
     moved: int = 0
-
-
-@dataclass(frozen=True)
-class Placed:
-    """A sublayer's placement: bytes that it frees, and seconds that it costs, for one microbatch."""
-
-    path: str
-    placement: str
-    freed: int
-    seconds: float
 
 
 @dataclass(frozen=True)
@@ -89,7 +81,7 @@ class Choice:
     """
 
     rank: int
-    placed: tuple[Placed, ...]
+    placed: tuple[Option, ...]
     seconds: float
     waits: float
     peak: int
@@ -135,31 +127,16 @@ def option(part: Part, placement: str, recompute: str, machine: Machine, carried
         case "stash":  # one more write in forward, and a read
             capacity, arrived = trace.stash
             held, seconds = saved - capacity + arrived, 2 * arrived / machine.copy_rate
-    return Option(part.path, placement, saved, held + part.balance + part.shared, seconds, moved)
+    return Option(part.path, placement, saved, held + part.balance + part.shared, saved - held, seconds, moved)
 
 
-def choose(
-    rank: int,
-    options: Mapping[int, Sequence[Sequence[Option]]],
-    times: Mapping[str, tuple[float, float]],
-    levels: Sequence[StepLevel],
-    microbatches: int,
-    budget: int,
-    machine: Machine,
-    waits: bool,
-    used: Callable[[Mapping[str, str]], int],
-) -> Choice:
+def choose(rank: int, costs: ChoiceCosts, budget: int, used: Callable[[Mapping[str, str]], int]) -> Choice:
     """Choose an option for every sublayer.
 
     Args:
-        options: see `rank_options`.
-        times: seconds of a microbatch's forward and backward, by path.
-        levels: of a walk with all sublayers kept.
         budget: bytes that the rank may take; if no choice fits, the one that takes least is returned.
-        waits: the run may wait for the link; else no more is offloaded than the link carries.
         used: bytes that the rank takes with these placements by path.
     """
-    costs = _ChoiceCosts(options, times, levels, microbatches, machine, waits)
     peak = cache(lambda chosen: used(costs.placements(chosen)))
 
     def fits(chosen: Chosen) -> bool:
@@ -182,8 +159,15 @@ def choose(
     return Choice(rank, costs.placed(chosen), *costs.seconds(chosen), peak(chosen))
 
 
-class _ChoiceCosts:
-    """What choices cost and hold, and which are worth a try. Nothing here knows the budget. See `choose`."""
+class ChoiceCosts:
+    """What choices cost and hold, and which are worth a try. Nothing here knows the budget.
+
+    Args:
+        stages: see `rank_options`.
+        times: seconds of a microbatch's forward and backward, by path.
+        levels: of a walk with all sublayers kept.
+        waits: the run may wait for the link; else no more is offloaded than the link carries.
+    """
 
     def __init__(
         self,
@@ -207,15 +191,12 @@ class _ChoiceCosts:
         self.seconds = cache(self._seconds)
 
     def placements(self, chosen: Chosen) -> dict[str, str]:
-        """By path, those that are not kept."""
-        return {o.path: o.placement for o in self._picked(chosen) if o.placement != "keep"}
+        """By path."""
+        return {o.path: o.placement for o in self.placed(chosen)}
 
-    def placed(self, chosen: Chosen) -> tuple[Placed, ...]:
-        return tuple(
-            Placed(o.path, o.placement, options[0].held - o.held, o.seconds)
-            for options, o in zip(self._sublayers, self._picked(chosen), strict=True)
-            if o.placement != "keep"
-        )
+    def placed(self, chosen: Chosen) -> tuple[Option, ...]:
+        """Those that are not kept."""
+        return tuple(o for o in self._picked(chosen) if o.placement != "keep")
 
     def order(self, chosen: Chosen) -> tuple[float, int, Chosen]:
         """What choices are compared by: their cost, then what they hold, then anything."""

@@ -23,6 +23,7 @@ from forebay.estimate.offloading import ENDS, is_cut, offloaded_bytes
 from forebay.estimate.parts import Part, part_of, placed_parts
 from forebay.estimate.placement import (
     Choice,
+    ChoiceCosts,
     Machine,
     Option,
     choose,
@@ -178,7 +179,8 @@ class RunEstimator:
 
         kept = estimate(frozenset())
         limit = self._limit(kept)
-        choice = choose(number, options, times, kept.levels, self.plan.microbatches, limit, self.machine, waits, used)
+        costs = ChoiceCosts(options, times, kept.levels, self.plan.microbatches, self.machine, waits)
+        choice = choose(number, costs, limit, used)
         over = f"rank {number} by {format_bytes(choice.peak - limit)}" if choice.peak > limit else ""
         return replace(estimate(frozenset(choice.placements.items())), stall=choice.waits, choice=choice, over=over)
 

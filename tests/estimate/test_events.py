@@ -7,21 +7,7 @@ from typing import Any
 import pytest
 
 from forebay.estimate.events import cut_nearest, head_events, part_events
-from forebay.estimate.types import (
-    ALL_TO_ALL_BEGIN,
-    ALL_TO_ALL_END,
-    EXPERTS_BEGIN,
-    EXPERTS_END,
-    FINAL_NORM_BACKWARD,
-    FINAL_NORM_END,
-    GATE_UP_GRAD,
-    MATMUL,
-    Freed,
-    Mark,
-    NewStorage,
-    Op,
-    PartEvents,
-)
+from forebay.estimate.types import Freed, Mark, NewStorage, Op, PartEvents
 
 NONE = frozenset[int]()
 
@@ -93,14 +79,14 @@ def test_a_storage_that_two_gemms_read_is_recomputed_once() -> None:
 def test_marks_stay_around_transfers() -> None:
     log: list[Any] = [
         op((0,), (1, 8)),
-        Mark(ALL_TO_ALL_BEGIN),
+        Mark.ALL_TO_ALL_BEGIN,
         op((1,), (2, 8)),
-        Mark(ALL_TO_ALL_END),
+        Mark.ALL_TO_ALL_END,
         Freed(1),
         op((2,), (3, 8)),
     ]
     found = part_events(log, [], PartEvents(0, 3, -1, -1, (), frozenset([2]), frozenset([2])), compiled=False)
-    assert found.forward == ((1, 8), (-1, ALL_TO_ALL_BEGIN), (2, 8), (-1, ALL_TO_ALL_END), (1, 0), (3, 8))
+    assert found.forward == ((1, 8), (-1, Mark.ALL_TO_ALL_BEGIN), (2, 8), (-1, Mark.ALL_TO_ALL_END), (1, 0), (3, 8))
     assert found.backward == ((2, 0),)  # its free is not in the log
 
 
@@ -121,7 +107,7 @@ def test_one_kernel_recomputes_all_that_comes_from_the_same_storages() -> None:
 def test_experts_between_pieces_save_what_they_read_as_it_is() -> None:
     """The norm's result 1, which compiled code could make from x, is held for the experts' backward and freed by it. The piece
     before them makes it again for a GEMM of its own."""
-    begin, end = Mark(EXPERTS_BEGIN), Mark(EXPERTS_END)
+    begin, end = Mark.EXPERTS_BEGIN, Mark.EXPERTS_END
     forward: list[Any] = [
         op((0,), (1, 10), fused=True, of=frozenset([0])),
         op((1,), (2, 20)),
@@ -173,10 +159,10 @@ def test_a_product_of_a_recomputed_tensor_waits_for_the_kernel_that_makes_it() -
     the probabilities 8. So all four are there at once, and v's gradient 7 is made afterwards. It is freed after the graph."""
     forward = [op((0,), (1, 20)), op((1,), (2, 20), fused=True, of=frozenset([1])), op((2,), (5, 5))]
     backward: list[Any] = [
-        Mark(MATMUL), op((6, 2), (7, 5)), Freed(7),
-        Mark(MATMUL), op((6,), (8, 20)),
+        Mark.MATMUL, op((6, 2), (7, 5)), Freed(7),
+        Mark.MATMUL, op((6,), (8, 20)),
         op((8, 2), (9, 20), fused=True, of=frozenset([8])), Freed(8),
-        Mark(MATMUL), op((9, 0), (12, 10)), Freed(9),
+        Mark.MATMUL, op((9, 0), (12, 10)), Freed(9),
     ]  # fmt: skip
     found = part_events(forward, backward, PartEvents(0, 5, 6, 12, {7: "v"}, (0, 1), NONE), compiled=True).backward
     assert [e for e in found if e[0] >= 0] == [
@@ -187,10 +173,10 @@ def test_a_product_of_a_recomputed_tensor_waits_for_the_kernel_that_makes_it() -
 def test_a_kernel_that_needs_the_product_cannot_come_before_it() -> None:
     forward = [op((0,), (1, 20)), op((1,), (2, 20), fused=True, of=frozenset([1])), op((2,), (5, 5))]
     backward: list[Any] = [
-        Mark(MATMUL),
+        Mark.MATMUL,
         op((6, 2), (8, 20)),
         op((8, 2), (9, 20), fused=True),
-        Mark(MATMUL),
+        Mark.MATMUL,
         op((9,), (12, 10)),
     ]
     found = part_events(forward, backward, PartEvents(0, 5, 6, 12, {}, (0, 1), NONE), compiled=True).backward
@@ -202,7 +188,7 @@ def test_the_gradient_of_gate_up_is_made_after_compiled_code(pieces: bool) -> No
     """By another node of autograd's graph; where experts run between pieces of compiled code, at once."""
     reads = (6,)
     backward: list[Any] = [
-        op((6,), (8, 5)), Op(False, reads, ()), Mark(GATE_UP_GRAD), Op(False, reads, (NewStorage(9, 70, False, NONE),)),
+        op((6,), (8, 5)), Op(False, reads, ()), Mark.GATE_UP_GRAD, Op(False, reads, (NewStorage(9, 70, False, NONE),)),
         Op(False, reads, ()), Freed(9), op((8,), (12, 10)),
     ]  # fmt: skip
     named = PartEvents(0, 5, 6, 12, {9: "gate_up"}, (), NONE)
@@ -221,11 +207,11 @@ def test_a_compiled_norm_saves_its_input_and_a_number_a_row_and_the_loss_after_i
     softmax (5)."""
     forward: list[Any] = [
         op((0,), (1, 40), fused=True, of=frozenset([0])), Op(True, (1,), (NewStorage(2, 1, False, frozenset([2])),)),
-        op((1, 2), (3, 20), fused=True, of=frozenset([0, 2])), Mark(FINAL_NORM_END), Freed(1),
+        op((1, 2), (3, 20), fused=True, of=frozenset([0, 2])), Mark.FINAL_NORM_END, Freed(1),
         op((3,), (4, 50)), op((4,), (5, 60)), Freed(4),
     ]  # fmt: skip
     backward: list[Any] = [
-        op((5,), (6, 50)), Freed(5), op((6, 3), (7, 20)), Freed(6), Freed(3), Mark(FINAL_NORM_BACKWARD),
+        op((5,), (6, 50)), Freed(5), op((6, 3), (7, 20)), Freed(6), Freed(3), Mark.FINAL_NORM_BACKWARD,
         op((7, 0), (8, 40), fused=True, of=frozenset([7, 0])), Freed(7),
         op((8, 2), (12, 20), fused=True, of=frozenset([7, 0, 2])), Freed(8),
     ]  # fmt: skip

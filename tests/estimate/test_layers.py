@@ -60,7 +60,9 @@ def test_auto_is_partition_layers_of_the_traced_costs() -> None:
     assert declared.to_dict() == before.to_dict() and declared._attn_implementation == before._attn_implementation
 
     trace = traces.trace(c, shape_of(c, declared, sharing_of(c, 4)))
-    assert [cost.memory for cost in costs.layers] == [y.saved + trace.balance * y.is_moe for y in trace.layers]
+    assert [cost.memory for cost in costs.layers] == [
+        y.attention.saved + y.mlp.saved + trace.balance * y.is_moe for y in trace.layers
+    ]
     assert (costs.embedding.memory, costs.head.memory) == (trace.embedding.saved, trace.head.saved)
     assert len(set(costs.layers)) == 2 and len(set(costs.layers[1:])) == 1
 

@@ -17,16 +17,7 @@ from forebay.estimate.parts import Part, placed_parts
 from forebay.estimate.rank_run import RankRun
 from forebay.estimate.state import Sharing, weight_shapes
 from forebay.estimate.trace import base_path, trace_model
-from forebay.estimate.types import (
-    EXPERTS_BEGIN,
-    EXPERTS_END,
-    FINAL_NORM_END,
-    MATMUL,
-    PartEvents,
-    PartTrace,
-    Shape,
-    StageLayers,
-)
+from forebay.estimate.types import Mark, PartEvents, PartTrace, Shape, StageLayers
 from forebay.estimate.walk import WORKSPACE, AllocatorRun, shortened, walk
 from forebay.managed import manage
 from forebay.pipeline.partition import StageLayer
@@ -232,7 +223,7 @@ ENGINE = Sharing(sharded=False, parameter=2, compute=2, gathered=True, random=Fa
 def test_an_engines_backwards_use_the_workspace_of_its_forwards(sharing: Sharing, workspaces: int) -> None:
     """They run on the thread of its forwards, others on one of autograd's."""
     sublayer = part(0, "l.0.mlp", MIB, MIB)
-    product = replace(sublayer.events, backward=((-1, MATMUL), *sublayer.events.backward))
+    product = replace(sublayer.events, backward=((-1, Mark.MATMUL), *sublayer.events.backward))
     run = AllocatorRun(replace(rank([replace(sublayer, events=product)]), sharing=sharing))
     run.gradients()
     assert len(run._workspaces) == workspaces
@@ -241,7 +232,7 @@ def test_an_engines_backwards_use_the_workspace_of_its_forwards(sharing: Sharing
 def test_overlapped_layers_without_transfers_take_turns_as_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine cuts a MoE layer of one process at its experts too: front, experts forward; experts, weights, front backward.
     The sizes tell these apart, and h of the backward is free before the forward's experts."""
-    begin, end, h = (-1, EXPERTS_BEGIN), (-1, EXPERTS_END), 200 * MIB
+    begin, end, h = (-1, Mark.EXPERTS_BEGIN), (-1, Mark.EXPERTS_END), 200 * MIB
     events = PartEvents(
         forward=((1, 2 * MIB), begin, (2, 3 * MIB), end, (3, 16 * MIB), (2, 0)),
         backward=(
@@ -269,7 +260,7 @@ def test_overlapped_layers_without_transfers_take_turns_as_with_them(monkeypatch
 def test_an_engine_makes_masks_once_from_hidden_states_of_its_own() -> None:
     """Beside the embedded tokens: hidden states, a mask that no layer reads, the norm of the head, and 100 MiB that stay."""
     head = PartEvents(
-        forward=((1, 64 * MIB), (2, 16 * MIB), (-1, FINAL_NORM_END), (3, MIB)),
+        forward=((1, 64 * MIB), (2, 16 * MIB), (-1, Mark.FINAL_NORM_END), (3, MIB)),
         backward=((5, 16 * MIB), (4, 0), (1, 0), (2, 0)),
         x=0, output=3, gradient=4, dx=5, saved=(), weight_grads={}, transferred=NONE,
     )  # fmt: skip

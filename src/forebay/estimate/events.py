@@ -12,20 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from forebay.estimate.kernel_order import least_peak_order
-from forebay.estimate.types import (
-    EXPERTS_END,
-    FINAL_NORM_BACKWARD,
-    FINAL_NORM_END,
-    GATE_UP_GRAD,
-    MATMUL,
-    AllocEvent,
-    Freed,
-    Log,
-    Mark,
-    NewStorage,
-    Op,
-    PartEvents,
-)
+from forebay.estimate.types import AllocEvent, Freed, Log, Mark, NewStorage, Op, PartEvents
 
 
 def part_events(
@@ -117,7 +104,7 @@ def head_events(forward: Log, backward: Log, named: PartEvents, normed: int, nor
     Args:
         normed, normed_gradient: the norm's result, and its gradient.
     """
-    at, back = forward.index(Mark(FINAL_NORM_END)), backward.index(Mark(FINAL_NORM_BACKWARD))
+    at, back = forward.index(Mark.FINAL_NORM_END), backward.index(Mark.FINAL_NORM_BACKWARD)
     made = {m.number: m for entry in forward[:at] if isinstance(entry, Op) for m in entry.made}
     kept = {n for n in named.saved if n in made and not made[n].recomputable}
     norm = replace(named, output=normed, gradient=normed_gradient, saved=tuple(kept))
@@ -156,7 +143,7 @@ def _never_freed(events: Sequence[AllocEvent]) -> list[int]:
 def _first_matmul_only(events: Iterable[AllocEvent]) -> list[AllocEvent]:
     found, seen = [], False
     for event in events:
-        if event == (-1, MATMUL):
+        if event == (-1, Mark.MATMUL):
             if seen:
                 continue
             seen = True
@@ -177,7 +164,7 @@ def _in_order(log: Log) -> list[AllocEvent]:
         elif isinstance(entry, Freed):
             found.append((entry.number, 0))
         else:
-            found.append((-1, entry.number))
+            found.append((-1, entry))
     return found
 
 
@@ -241,7 +228,7 @@ def _with_frees(
     ends, found = _by_position(last), list[AllocEvent]()
     for at, entry in enumerate(log):
         if isinstance(entry, Mark):
-            found.append((-1, entry.number))
+            found.append((-1, entry))
             continue
         if isinstance(entry, Op):
             new, freed = makes(entry), ends.get(at, [])
@@ -261,7 +248,7 @@ def _recomputed_apart(backward: Log, made: dict[int, NewStorage], kept: set[int]
     The experts save what they read as it is (`OpRecorder.experts_inputs`), and free it. The compiled piece before them does not
     know that: its backward makes what it can recompute again, such as the norm's result, which `made` gets another number for.
     """
-    ends = [at for at, entry in enumerate(backward) if entry == Mark(EXPERTS_END)]
+    ends = [at for at, entry in enumerate(backward) if entry == Mark.EXPERTS_END]
     shared = sorted(n for n in kept if made[n].recomputable)
     if not ends or not shared:
         return backward
@@ -299,7 +286,7 @@ def _ordered_backward(log: Log, named: PartEvents, made: dict[int, NewStorage], 
 
 def _without_last_weight_gradient(log: Log) -> tuple[Log, Log]:
     """The log, and the part of it that makes gate_up's gradient."""
-    marked = next((at for at, entry in enumerate(log) if entry == Mark(GATE_UP_GRAD)), 0)
+    marked = next((at for at, entry in enumerate(log) if entry == Mark.GATE_UP_GRAD), 0)
     if not marked:
         return log, []
     begin = log[marked - 1]

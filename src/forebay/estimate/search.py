@@ -188,10 +188,6 @@ class Search:
     refused: tuple[tuple[MeshShape, str], ...] = ()
     interrupted: bool = False
 
-    @property
-    def found(self) -> bool:
-        return bool(self.settings)
-
     def as_dict(self) -> dict[str, Any]:
         return {
             "what": self.what,

@@ -30,20 +30,7 @@ from forebay.estimate.op_recorder import OpRecorder
 from forebay.estimate.planned_dispatch import PlannedDispatcher
 from forebay.estimate.routing import EvenRouting
 from forebay.estimate.state import weight_name
-from forebay.estimate.types import (
-    FINAL_NORM_BACKWARD,
-    FINAL_NORM_END,
-    PAGE,
-    Freed,
-    LayerTrace,
-    Log,
-    Mark,
-    ModelTrace,
-    Op,
-    PartEvents,
-    PartTrace,
-    Shape,
-)
+from forebay.estimate.types import PAGE, Freed, LayerTrace, Log, Mark, ModelTrace, Op, PartEvents, PartTrace, Shape
 from forebay.memory.overrides import ModuleCallSite
 from forebay.models.blocks import SublayerCallSite, install_sublayers
 from forebay.models.families import decoder_layers, moe_blocks
@@ -485,7 +472,7 @@ class TraceRun:
         transferred = frozenset(recorder.transferred & own)
         named = PartEvents(x, out, given, dx, self._weight_grads, part.kept, transferred, *part.experts)
         forward = recorder.log[part.log]
-        if self.shape.compiled and Mark(FINAL_NORM_BACKWARD) in log:
+        if self.shape.compiled and Mark.FINAL_NORM_BACKWARD in log:
             events = head_events(forward, log, named, *self._norm)
         else:
             events = part_events(forward, log, named, part.compiled, part.no_grad, self.shape.stages)
@@ -541,12 +528,12 @@ class TraceRun:
     def _head(self, hidden: Tensor, labels: Tensor) -> Tensor:
         hidden = self.base.norm(hidden)
         log = self._recorder.log
-        log.append(Mark(FINAL_NORM_END))
+        log.append(Mark.FINAL_NORM_END)
         self._norm = self._recorder.number(hidden), -1
 
         def begins(gradient: Tensor) -> None:
             self._norm = self._norm[0], self._recorder.number(gradient)
-            log.append(Mark(FINAL_NORM_BACKWARD))
+            log.append(Mark.FINAL_NORM_BACKWARD)
             self._recorder.tally.fuse(True)
 
         if self.shape.compiled and hidden.requires_grad:  # `manage` compiles the norm, and not the loss

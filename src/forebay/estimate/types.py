@@ -8,27 +8,28 @@ from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import IntEnum
 from typing import NamedTuple
 
 from forebay.pipeline.partition import StageLayer
 
 AllocEvent = tuple[int, int]
-"""(storage, bytes) allocates, (storage, 0) frees, (-1, mark) marks a place; marks are the constants below. Storages are numbers
-that are never used again."""
+"""(storage, bytes) allocates, (storage, 0) frees, (-1, mark) marks a place. Storages are numbers that are never used again."""
 
-ALL_TO_ALL_BEGIN, ALL_TO_ALL_END = 0, 1
-"""Marks before and after an operation of the token dispatcher."""
-MATMUL = 2
-"""Mark before the first matrix product of a part, which takes cuBLAS's workspace."""
-FINAL_NORM_END, FINAL_NORM_BACKWARD = 3, 7
-"""Marks after the last norm, where the base model's own forward returns, and before its backward."""
-PAGES = 4
-"""Mark where pages are taken (forward) or read (backward); see `forebay.estimate.parts`."""
-DH, GATE_UP_GRAD = 5, 6
-"""Marks where the experts write dh over a saved h, and before the operation that makes gate_up's gradient."""
 
-EXPERTS_BEGIN, EXPERTS_END = 8, 9
-"""Marks before and after an operation of the experts between stages of a MoE sublayer, see `Shape.stages`."""
+class Mark(IntEnum):
+    """A place in a log or among events."""
+
+    ALL_TO_ALL_BEGIN, ALL_TO_ALL_END = 0, 1  # before and after an operation of the token dispatcher
+    MATMUL = 2  # before the first matrix product of a part, which takes cuBLAS's workspace
+    # After the last norm, where the base model's own forward returns, and before its backward.
+    FINAL_NORM_END, FINAL_NORM_BACKWARD = 3, 7
+    PAGES = 4  # where pages are taken (forward) or read (backward); see `forebay.estimate.parts`
+    # Where the experts write dh over a saved h, and before the operation that makes gate_up's gradient.
+    DH, GATE_UP_GRAD = 5, 6
+    # Before and after an operation of the experts between stages of a MoE sublayer, see `Shape.stages`.
+    EXPERTS_BEGIN, EXPERTS_END = 8, 9
+
 
 GPU_BLOCK = 512
 """Bytes to which CUDA's caching allocator rounds (torch `c10/core/AllocatorConfig.h`, kMinBlockSize)."""
@@ -58,13 +59,6 @@ class Op(NamedTuple):
 
 class Freed(NamedTuple):
     """A storage that no tensor refers to any more."""
-
-    number: int
-
-
-@dataclass(frozen=True, slots=True)
-class Mark:
-    """A place in the log: one of the constants above. No tuple, which would equal a `Freed` of its number."""
 
     number: int
 
@@ -246,10 +240,6 @@ class LayerTrace:
     def on(self, stage_layer: StageLayer) -> list[tuple[str, PartTrace]]:
         """The layer's sublayers that a stage has."""
         return [(name, part) for name, part in self.sublayers if name in stage_layer.sublayers]
-
-    @property
-    def saved(self) -> int:
-        return self.attention.saved + self.mlp.saved
 
 
 @dataclass(frozen=True)

@@ -26,18 +26,7 @@ from forebay.estimate.fsdp import (
 from forebay.estimate.offloading import MEASURED_STEPS, OffloadManager, PartRun
 from forebay.estimate.parts import Part
 from forebay.estimate.rank_run import RankRun, StepLevel, Walked
-from forebay.estimate.types import (
-    ALL_TO_ALL_BEGIN,
-    ALL_TO_ALL_END,
-    EXPERTS_BEGIN,
-    EXPERTS_END,
-    FINAL_NORM_END,
-    GPU_BLOCK,
-    MATMUL,
-    PAGE,
-    PAGES,
-    AllocEvent,
-)
+from forebay.estimate.types import GPU_BLOCK, PAGE, AllocEvent, Mark
 from forebay.pipeline.schedule import Action, turns
 
 STEPS = 3
@@ -336,10 +325,13 @@ class StepWalk:
 
     def _part_forward(self, run: PartRun, model_inputs: list[Block]) -> Generator[None, None, Block]:
         events = run.part.events
-        on_mark = {FINAL_NORM_END: partial(self._empty, model_inputs), PAGES: partial(self._take_pages, run)}
+        on_mark: dict[int, Callable[[], None]] = {
+            Mark.FINAL_NORM_END: partial(self._empty, model_inputs),
+            Mark.PAGES: partial(self._take_pages, run),
+        }
         played = events.forward_no_grad if run.part.placement == "recompute" else events.forward
         on_call = partial(self._manager.begin_experts, run)
-        yield from self._play(run.blocks, played, run.part, on_mark=on_mark, stop=EXPERTS_BEGIN, on_call=on_call)
+        yield from self._play(run.blocks, played, run.part, on_mark=on_mark, stop=Mark.EXPERTS_BEGIN, on_call=on_call)
         output = run.blocks.pop(events.output)
         self._place_saved(run)
         return output
@@ -380,8 +372,8 @@ class StepWalk:
         head = next((parts[-1] for parts in self._run.stages.values() if parts[-1].path == "head"), None)
         events = (head.events.forward_no_grad or head.events.forward) if head is not None else ()
         blocks: dict[int, Block] = {}
-        if head is not None and (-1, FINAL_NORM_END) in events:
-            _drain(self._play(blocks, events[: events.index((-1, FINAL_NORM_END))], head))
+        if head is not None and (-1, Mark.FINAL_NORM_END) in events:
+            _drain(self._play(blocks, events[: events.index((-1, Mark.FINAL_NORM_END))], head))
         self._allocator.free_all(blocks.values())
 
     def _makes_tables(self, part: Part) -> bool:
@@ -475,9 +467,14 @@ class StepWalk:
         blocks[events.gradient] = dy
         if run.x is not None:
             blocks[events.x] = run.x
-        on_mark = {ALL_TO_ALL_END: partial(self._release_pages, run), PAGES: partial(self._read_pages, run)}
+        on_mark: dict[int, Callable[[], None]] = {
+            Mark.ALL_TO_ALL_END: partial(self._release_pages, run),
+            Mark.PAGES: partial(self._read_pages, run),
+        }
         on_call = partial(self._manager.begin_front, run, following)
-        yield from self._play(blocks, backward, part, frozenset(events.weight_grads), 1, on_mark, EXPERTS_END, on_call)
+        yield from self._play(
+            blocks, backward, part, frozenset(events.weight_grads), 1, on_mark, Mark.EXPERTS_END, on_call
+        )
         dx = blocks.pop(events.dx, None)
         self._allocator.free_all(block for block in blocks.values() if block is not dx)
         self._allocator.free_all(block for block in (run.balance, run.shared, *run.held) if block is not None)
@@ -590,17 +587,17 @@ class StepWalk:
                     free(block)
             elif size == stop:
                 due = stops.pop(0) if stops else ()
-            elif size != ALL_TO_ALL_END:
+            elif size != Mark.ALL_TO_ALL_END:
                 self._mark(size, part, thread, transfers, on_mark)
             else:
                 if self._run.engine:
                     yield
                 if weight_grads and transfers:  # after the experts' backward
-                    if ALL_TO_ALL_END in on_mark:
-                        on_mark[ALL_TO_ALL_END]()
+                    if Mark.ALL_TO_ALL_END in on_mark:
+                        on_mark[Mark.ALL_TO_ALL_END]()
                     if self._run.engine:
                         yield
-                if self._run.engine and transfers == (stop == EXPERTS_END):
+                if self._run.engine and transfers == (stop == Mark.EXPERTS_END):
                     on_call()
                 if not transfers:
                     self._params.compute_experts(part.place, True)
@@ -612,12 +609,12 @@ class StepWalk:
     def _mark(
         self, mark: int, part: Part, thread: int, transfers: int, on_mark: Mapping[int, Callable[[], None]]
     ) -> None:
-        if mark == MATMUL:
+        if mark == Mark.MATMUL:
             # An engine's backwards have no thread of their own.
             self._memory.workspace(0 if self._run.engine else thread)
-        elif mark in (FINAL_NORM_END, PAGES) and mark in on_mark:
+        elif mark in (Mark.FINAL_NORM_END, Mark.PAGES) and mark in on_mark:
             on_mark[mark]()
-        elif mark == ALL_TO_ALL_BEGIN and transfers:
+        elif mark == Mark.ALL_TO_ALL_BEGIN and transfers:
             self._params.compute_experts(part.place, False)
 
     @staticmethod
@@ -625,7 +622,7 @@ class StepWalk:
         """At each mark `stop`, how often to yield. A backward has two stops: after the experts' input gradients, and after their
         weight gradients, even if there are none."""
         marks = events.count((-1, stop))
-        return [(None,)] * (marks - 1) + [(None,) * (1 + (stop == EXPERTS_END and marks == 1))]
+        return [(None,)] * (marks - 1) + [(None,) * (1 + (stop == Mark.EXPERTS_END and marks == 1))]
 
     def _yields_after(self, part: Part) -> bool:
         """A dense layer is a single computation; `_play` yields inside of a MoE layer, and after its transfers."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forebay.estimate.types import DH, GATE_UP_GRAD, MULTIPROCESSORS
+from forebay.estimate.types import MULTIPROCESSORS, Mark
 from forebay.kernels.permute import CHUNK_SLOTS
 
 WorkspaceStep = tuple[str | int, int]
@@ -81,7 +81,7 @@ def _experts_backward_workspace(
     if need_dh or need_down:
         steps.append(("activation", act))
     if need_dh and h is not None:
-        steps.append((MARK, DH) if h.dtype is not torch.uint8 else (dh, 2 * act))
+        steps.append((MARK, Mark.DH) if h.dtype is not torch.uint8 else (dh, 2 * act))
     direct_weights = need_weights and weights.dtype == torch.float32
     steps += [(1, 0) if direct_weights else ("dw", 4 * weights.numel())] * need_dh
     down_steps: list[WorkspaceStep] = [(3, 0)] * bool(need_down)
@@ -100,7 +100,7 @@ def _weight_backward_workspace(
 ) -> list[WorkspaceStep]:
     """The gathered tokens. Result: the gradient."""
     size = order.shape[0] * tokens.shape[1] * tokens.element_size()
-    return [(MARK, GATE_UP_GRAD), *_using("rows of tokens", size, (0, 0))]
+    return [(MARK, Mark.GATE_UP_GRAD), *_using("rows of tokens", size, (0, 0))]
 
 
 def _using(name: str, size: int, *steps: WorkspaceStep) -> list[WorkspaceStep]:

@@ -23,7 +23,6 @@ from forebay.estimate.placement import (
     Machine,
     Option,
     by_kind,
-    choose,
     option,
     rank_options,
     sentences,
@@ -111,7 +110,7 @@ class Case:
                     live[path] += change
 
     def choose(self, budget: int, waits: bool = False) -> Choice:
-        return choose(0, self.costs(waits), budget, self.used)
+        return self.costs(waits).choose(0, budget, self.used)
 
     def costs(self, waits: bool) -> ChoiceCosts:
         return ChoiceCosts(self.options, self.times, self.levels, self.microbatches, self.machine, waits)
@@ -168,7 +167,7 @@ def test_a_larger_budget_never_costs_more(seed: int, layers: int, waits: bool, s
         return case.used(placements) + zlib.crc32(repr(placements).encode()) % (noise + 1)
 
     def chosen(budget: int) -> Choice:
-        choice = choose(0, case.costs(waits), budget, used)
+        choice = case.costs(waits).choose(0, budget, used)
         assert choice.peak == used(choice.placements)
         return choice
 
@@ -243,7 +242,7 @@ def test_the_link_by_hand() -> None:
         options += [[Option(p, "keep", 100, 100), Option(p, "offload", 100, 0, 100, moved=100)] for p in paths]
         options += [[Option("head", "keep", 1, 1)]]
         costs = ChoiceCosts({0: options}, times, levels, 1, machine(rate), False)
-        choice = choose(0, costs, 1, lambda placements: 5000 - 100 * len(placements))
+        choice = costs.choose(0, 1, lambda placements: 5000 - 100 * len(placements))
         left[rate] = len(choice.placements)
     assert left == {100.0: 12, 50.0: 6, 20.0: 0}
 

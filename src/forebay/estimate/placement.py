@@ -130,37 +130,8 @@ def option(part: Part, placement: str, recompute: str, machine: Machine, carried
     return Option(part.path, placement, saved, held + part.balance + part.shared, saved - held, seconds, moved)
 
 
-def choose(rank: int, costs: ChoiceCosts, budget: int, used: Callable[[Mapping[str, str]], int]) -> Choice:
-    """Choose an option for every sublayer.
-
-    Args:
-        budget: bytes that the rank may take; if no choice fits, the one that takes least is returned.
-        used: bytes that the rank takes with these placements by path.
-    """
-    peak = cache(lambda chosen: used(costs.placements(chosen)))
-
-    def fits(chosen: Chosen) -> bool:
-        return bool(peak(chosen) <= budget)
-
-    simple = costs.simple()
-    found, ends = [chosen for chosen in (costs.first,) if fits(chosen)], []
-    for ordered in costs.fronts() if not found else ():
-        ends.append(ordered[-1])
-        if (best := first_that_fits(ordered, fits)) is not None:
-            between = costs.between(ordered[max(ordered.index(best) - 1, 0)], best)
-            found.append(first_that_fits(between, fits) or best)
-    for chosen in simple:  # these are few, and none of them may be missed
-        if found and costs.order(chosen) >= min(map(costs.order, found)):
-            break
-        if fits(chosen):
-            found.append(chosen)
-    tried = found or sorted({*ends, *simple}, key=lambda chosen: (peak(chosen), costs.order(chosen)))[:1]
-    chosen = min(tried, key=costs.order)
-    return Choice(rank, costs.placed(chosen), *costs.seconds(chosen), peak(chosen))
-
-
 class ChoiceCosts:
-    """What choices cost and hold, and which are worth a try. Nothing here knows the budget.
+    """What choices cost and hold, and which are worth a try; only `choose` knows the budget.
 
     Args:
         stages: see `rank_options`.
@@ -189,6 +160,34 @@ class ChoiceCosts:
         ]
         self.first = (0,) * len(self._sublayers)
         self.seconds = cache(self._seconds)
+
+    def choose(self, rank: int, budget: int, used: Callable[[Mapping[str, str]], int]) -> Choice:
+        """Choose an option for every sublayer.
+
+        Args:
+            budget: bytes that the rank may take; if no choice fits, the one that takes least is returned.
+            used: bytes that the rank takes with these placements by path.
+        """
+        peak = cache(lambda chosen: used(self.placements(chosen)))
+
+        def fits(chosen: Chosen) -> bool:
+            return bool(peak(chosen) <= budget)
+
+        simple = self.simple()
+        found, ends = [chosen for chosen in (self.first,) if fits(chosen)], []
+        for ordered in self.fronts() if not found else ():
+            ends.append(ordered[-1])
+            if (best := first_that_fits(ordered, fits)) is not None:
+                between = self.between(ordered[max(ordered.index(best) - 1, 0)], best)
+                found.append(first_that_fits(between, fits) or best)
+        for chosen in simple:  # these are few, and none of them may be missed
+            if found and self.order(chosen) >= min(map(self.order, found)):
+                break
+            if fits(chosen):
+                found.append(chosen)
+        tried = found or sorted({*ends, *simple}, key=lambda chosen: (peak(chosen), self.order(chosen)))[:1]
+        chosen = min(tried, key=self.order)
+        return Choice(rank, self.placed(chosen), *self.seconds(chosen), peak(chosen))
 
     def placements(self, chosen: Chosen) -> dict[str, str]:
         """By path."""

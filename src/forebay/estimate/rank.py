@@ -21,15 +21,7 @@ from forebay.estimate.layer_time import NO_TIME, Clock, KernelTime, LayerTimer
 from forebay.estimate.layers import LayerPlan
 from forebay.estimate.offloading import ENDS, is_cut, offloaded_bytes
 from forebay.estimate.parts import Part, part_of, placed_parts
-from forebay.estimate.placement import (
-    Choice,
-    ChoiceCosts,
-    Machine,
-    Option,
-    choose,
-    option,
-    rank_options,
-)
+from forebay.estimate.placement import Choice, ChoiceCosts, Machine, Option, option, rank_options
 from forebay.estimate.rank_run import Link, RankRun, StepLevel, Walked
 from forebay.estimate.state import Sharing, Weight, WeightShapes, outside_bytes
 from forebay.estimate.step_time import (
@@ -180,7 +172,7 @@ class RunEstimator:
         kept = estimate(frozenset())
         limit = self._limit(kept)
         costs = ChoiceCosts(options, times, kept.levels, self.plan.microbatches, self.machine, waits)
-        choice = choose(number, costs, limit, used)
+        choice = costs.choose(number, limit, used)
         over = f"rank {number} by {format_bytes(choice.peak - limit)}" if choice.peak > limit else ""
         return replace(estimate(frozenset(choice.placements.items())), stall=choice.waits, choice=choice, over=over)
 

@@ -361,11 +361,8 @@ _LINKS = ("all_to_all", "all_gather", "reduce_scatter")
 def save_profile(path: Path) -> DeviceProfile | None:
     """Measure this process's GPU, and write the profile. Collective; returns None on all processes but the first.
 
-    A process alone does not measure links to other GPUs: those figures are the H200's, marked as estimated.
-
-    Raises:
-        UsageError: there is no GPU, or `path` is not a possible file.
-        RunError: the file cannot be written.
+    A process alone does not measure links to other GPUs: those figures are the H200's, marked as estimated. Raises UsageError if
+    there is no GPU, or `path` is not a possible file, and RunError if the file cannot be written.
     """
     if not torch.cuda.is_available():
         raise UsageError(
@@ -397,11 +394,7 @@ def save_profile(path: Path) -> DeviceProfile | None:
 
 
 def check_path(path: Path) -> None:
-    """Check the path before anything is measured.
-
-    Raises:
-        UsageError: it cannot be a file.
-    """
+    """Raises UsageError if `path` cannot be a file, before anything is measured."""
     if path.is_dir():
         raise UsageError(f"--save-profile {path} is a folder; valid is the name of a file to write")
     if not path.absolute().parent.is_dir():
@@ -435,11 +428,8 @@ def measured(device: torch.device, sizes: Sizes) -> dict[str, Any]:
 
 
 def measured_links(device: torch.device, sizes: Sizes, on_node: int) -> dict[str, Any]:
-    """Values of the figures of the links between the processes of the default group. Collective.
-
-    Args:
-        on_node: processes of each machine. Within a node and, with several machines, between nodes.
-    """
+    """Values of the figures of the links between the processes of the default group, `on_node` of them on each machine: within
+    a node and, with several machines, between nodes. Collective."""
     found: dict[str, Any] = {}
     count = dist.get_world_size()
     group = None

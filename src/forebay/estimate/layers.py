@@ -47,9 +47,7 @@ class LayerPlan:
     """The partition of a model's layers.
 
     Attributes:
-        schedule: of the pipeline.
-        microbatches: of a step.
-        tokens: of a microbatch.
+        microbatches, tokens: of a step, and of a microbatch.
         partition: as configured, with time (seconds on an H200) and memory (bytes) by rank.
         even: the same number of layers on every stage, with time and memory.
         in_flight: by stage, the most microbatches held.
@@ -131,14 +129,7 @@ class LayerPlan:
 
 
 def fast_path_of(config: Config, world: int, traces: TraceCache | None = None) -> FastPath:
-    """The fast path of a run on `world` processes of hosts of 8 GPUs.
-
-    Args:
-        traces: that may know the model's configuration.
-
-    Raises:
-        UsageError: the model's configuration is wrong.
-    """
+    """The fast path of a run on `world` processes of hosts of 8 GPUs. Raises UsageError if the model's configuration is wrong."""
     near = config.parallel.ep <= SAME_HOST, world <= SAME_HOST
     traces = traces or TraceCache()
 
@@ -152,9 +143,6 @@ def fast_path_of(config: Config, world: int, traces: TraceCache | None = None) -
 
 def plan_layers(config: Config, world: int = 0, traces: TraceCache | None = None) -> LayerPlan:
     """The plan of a run on `world` processes; 0 means as few as `config` can run on: `Config.processes`.
-
-    Args:
-        traces: to reuse, and to add to.
 
     Raises:
         UsageError: what `check_world`, `forebay.train.hf_io.configuration`, `TraceCache.trace` and `partition_of` raise.
@@ -299,11 +287,7 @@ def slow_link(config: Config, world: int, per_node: int, device: DeviceProfile) 
 
 
 def _bytes_per_step(config: Config, traces: TraceCache, world: int, per_node: int) -> tuple[float, float]:
-    """Bytes that a process sends to other nodes in a step, and in each transfer of a microbatch.
-
-    Raises:
-        UsageError: a model that cannot be read.
-    """
+    """Bytes that a process sends to other nodes in a step, and in each transfer of a microbatch."""
     c, declared, sharing = config, traces.declared(config), world // config.parallel.pp
     layers = traces.facts(c).weights.layers
     moe_layers = sum(any(weight.experts for weight in layer) for layer in layers) / c.parallel.pp

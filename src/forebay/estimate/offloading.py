@@ -61,9 +61,6 @@ class OffloadManager:
     Until it has a plan, a sublayer's tensors are on the device until the next one begins, and again from one before its
     backward. Without a link it never has one, and two sublayers are in transfer, unless it `measures`.
 
-    Args:
-        stream: of blocks that are fetched.
-
     Attributes:
         before: bytes in use before a forward, as a manager measures them in its second step, without moments.
         plan: None until the measured steps are over.
@@ -246,12 +243,7 @@ def is_cut(part: Part, engine: bool) -> bool:
 
 
 def offloadable(events: PartEvents, hidden: int, least: int) -> list[tuple[int, int]]:
-    """(storage, bytes) of what a sublayer saves that a store would take, in order.
-
-    Args:
-        hidden: bytes of its input.
-        least: bytes below which a storage stays on the device.
-    """
+    """(storage, bytes) of what a sublayer with an input of `hidden` bytes saves that a store would take, in order."""
     sizes = storage_sizes(events, hidden)
     return [(n, sizes[n]) for n in events.saved if sizes.get(n, 0) >= least]
 

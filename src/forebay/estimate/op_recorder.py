@@ -43,13 +43,10 @@ class OpRecorder(TorchDispatchMode):
     Workspaces of operations that are opaque to autograd, such as `forebay::experts`, come from `forebay.estimate.workspaces`.
 
     Args:
-        block: bytes to which the allocator rounds a storage; 512 on CUDA, 1 on a CPU.
-        deferred_weight_grads: see `Shape`.
+        block, deferred_weight_grads, stages: see `Shape`.
         fused: the code is compiled.
-        stages: mark where the experts begin and end; see `Shape`.
 
     Attributes:
-        tally: costs of the operations.
         transferred: storages that the token dispatcher made.
         assembled: storages that `ASSEMBLING_OPS` made, or copies in place. Inductor does not fuse these into what reads them.
         experts_inputs: of the experts that ran last between stages, storages that they read and that compiled code could
@@ -94,7 +91,6 @@ class OpRecorder(TorchDispatchMode):
         return self._numbers.get(address(tensor), -1)
 
     def origins(self, tensor: Tensor) -> frozenset[int]:
-        """Numbers of the origins of a live tensor."""
         return self._origins.get(address(tensor), frozenset())
 
     def origin_storage(self, origin: int) -> int:

@@ -26,7 +26,6 @@ class Part:
     Attributes:
         place: a layer's number, "embedding" or "head".
         events: those of light recomputation if `light`; then `placement` is "keep".
-        trace: its own.
         balance: bytes that the load-balancing loss holds until its backward.
         shared: bytes that all layers of the stage read and this one, their first, holds until its backward: masks, rotary tables.
         given, unused: bytes of each tensor that they read besides and nothing saves, as masks of eager attention; and of masks

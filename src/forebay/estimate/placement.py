@@ -32,13 +32,13 @@ Chosen = tuple[int, ...]  # the number of the option of each sublayer, stage aft
 
 @dataclass(frozen=True)
 class Machine:
-    """What placements cost on a device.
+    """What placements cost on a device. Rates are bytes a second.
 
     Attributes:
         seconds: of a microbatch's forward and backward through a part.
-        out_rate, back_rate: bytes a second of the link to the host, with all GPUs of a host at once; see `Timeline`.
-        copy_rate: bytes a second that a kernel reads or writes.
-        end_rates: of a pipeline, the link's rates at the two ends of a step.
+        out_rate, back_rate, end_rates: of the link to the host, with all GPUs of a host at once, and at the ends of a pipeline's
+            step; see `Timeline`.
+        copy_rate: that a kernel reads or writes.
     """
 
     seconds: Callable[[PartTrace], tuple[float, float]]
@@ -75,8 +75,7 @@ class Choice:
 
     Attributes:
         placed: sublayers that are not kept, in forward order.
-        seconds: cost of a step, waits for the link included.
-        waits: seconds of waits among them.
+        seconds, waits: cost of a step, and waits for the link among it.
         peak: bytes that the rank takes.
     """
 
@@ -95,12 +94,8 @@ class Choice:
 def rank_options(
     stages: Mapping[int, Iterable[Part]], allowed: Iterable[str], machine: Machine, recompute: str
 ) -> dict[int, list[list[Option]]]:
-    """The options of a rank's sublayers by stage, in forward order with "keep" first; embedding and head are kept.
-
-    Args:
-        allowed: placements besides "keep". A sublayer has those that free something.
-        recompute: see `[memory]`.
-    """
+    """The options of a rank's sublayers by stage, in forward order with "keep" first, and those that are `allowed` besides and
+    free something; embedding and head are kept."""
     found: dict[int, list[list[Option]]] = {}
     for number, parts in stages.items():
         found[number] = []

@@ -28,7 +28,7 @@ class PlannedDispatcher(TokenDispatcher):
     Args:
         size, tokens: P and T.
         routing: has E and K.
-        skew: load of this rank over an even one; at least 1.
+        skew: load of this rank over an even one.
         capacity_factor: of the symmetric dispatcher; 0 means exact sizes.
 
     Attributes:

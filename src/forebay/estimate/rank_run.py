@@ -48,8 +48,7 @@ class RankRun:
         summed: if the engine sums the vocabulary's gradients itself: bytes that it takes for a moment to add a microbatch's
             gradients of embedded tokens; else 0.
         hidden: bytes of a microbatch's hidden states.
-        graph: steps are to be captured in a CUDA graph.
-        fails: the capture fails: all steps are called.
+        graph, fails: steps are to be captured in a CUDA graph, which fails: all are called.
         expandable: the trainer has torch expand segments; on GPUs only.
         at_once: the engine adds the embedding's gradients as they are made.
         tied: embedding and head are one parameter.
@@ -134,7 +133,7 @@ class Walked:
 
     Attributes:
         reserved: peak bytes of segments.
-        peak: the highest level of all steps.
+        peak: of all steps.
         levels: of the last step, in order; `peak` comes first if it is higher than all of them.
         before: bytes in use before a forward, as a manager measures them in its second step, with all moments.
         plan: what the manager offloads, and when.

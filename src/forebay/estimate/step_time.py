@@ -45,8 +45,7 @@ class StepTime:
         launched: the same, with hosts that launch each kernel; equal to `schedule` for a CUDA graph step.
         gather, reduce, optimizer: see `StepOverhead`; of the slowest rank.
         host: seconds of the slowest host's launches; 0 for a CUDA graph step.
-        busy: by pipeline rank, seconds in which an action runs.
-        exposed: by pipeline rank, seconds of all-to-alls that nothing hides.
+        busy, exposed: see `ScheduleTimer`.
         tokens: of the global batch.
         measured: some figure of the device was measured on one; else all are from data sheets.
         around: seconds of the host between steps, while the device is idle.
@@ -145,14 +144,13 @@ class ScheduleTimer:
 
     Attributes:
         actions: of each rank, those that compute; see `forebay.pipeline.schedule`.
-        ranks: rank of each stage.
+        ranks: of each stage.
         message: seconds of hidden states from one rank to another.
         engine: the experts' weight gradients are made during the transfer after dispatch's gradient, half of B's transfers
             (`forebay.pipeline.sublayer`).
         contention: share of a hidden all-to-all by which what hides it is slower: both use the same memory and multiprocessors.
         launch: seconds of the host for a launch; 0 for a CUDA graph step.
-        busy, exposed, launches: of each rank, seconds in which an action runs, those of all-to-alls that nothing hides among
-            them, and launches.
+        busy, exposed: of each rank, seconds in which an action runs, and those of all-to-alls that nothing hides among them.
 
     Raises:
         ValueError: actions wait for each other, or for one that no rank has.
@@ -339,16 +337,13 @@ class Beside(NamedTuple):
 
 @dataclass(frozen=True)
 class ShardingTime:
-    """Seconds of gathering sharded parameters, reducing their gradients, and adding gradients up.
+    """Seconds of gathering sharded parameters, reducing their gradients, and adding gradients up over a step's `microbatches`.
 
     Engines (`forebay.train.unsharded_step`) gather once before a step and reduce once after it, and nothing hides that; resharded
     experts are gathered for each forward and backward. FSDP2 gathers a layer while the one before runs, and reduces it while
     the next runs: a layer waits for the seconds that the link is longer than that, and copies are never hidden. Embedding and
     head are gathered and reduced as often, where nothing hides it. Replicas all-reduce their shards once a step; FSDP2 does
     that beside the reduce-scatters, an engine after each of them.
-
-    Attributes:
-        microbatches: of a process in a step.
     """
 
     device: DeviceProfile
@@ -377,7 +372,7 @@ class ShardingTime:
         """Seconds of a rank's step outside of its microbatches.
 
         Args:
-            parts, ends: of each of its layers; of embedding and head.
+            parts, ends: of its layers, and of embedding and head.
             parameters: bytes of its own shards that are trained.
             fused: AdamW is one kernel, which reads parameter, gradient and two moments and writes all but the gradient;
                 else about 14 more reads and writes of a shard.

@@ -75,11 +75,7 @@ class TraceCache:
         return self._declared[key]
 
     def facts(self, config: Config) -> ModelFacts:
-        """The facts of a model.
-
-        Raises:
-            UsageError: attention that the family does not support, or layers of an unknown family.
-        """
+        """Raises UsageError for attention that the family does not support, or layers of an unknown family."""
         key = _key(config)
         if key not in self._facts:
             model, attention = _skeleton(config.model, self.declared(config), self._adapt)
@@ -97,11 +93,7 @@ class TraceCache:
         return self._facts[key]
 
     def trace(self, config: Config, shape: Shape) -> ModelTrace:
-        """The trace of one microbatch.
-
-        Raises:
-            UsageError: a model that cannot be traced, or see `facts`.
-        """
+        """The trace of one microbatch. Raises UsageError for a model that cannot be traced, or see `facts`."""
         key, shape = _key(config), replace(shape, **self._shape)
         if (key, shape) not in self._traces:
             model, like = self.facts(config).model, (key, shape.without_experts())

@@ -333,11 +333,9 @@ def offload_all(timeline: Timeline, paths: frozenset[str]) -> Plan:
 def under_budget(
     timeline: Timeline, paths: frozenset[str], budget: int, recomputable: frozenset[str], margin: float = 0.0
 ) -> Plan:
-    """The fastest plan found whose peak is at most `budget` bytes over the step's base.
+    """The fastest plan found whose peak is at most `budget` bytes over the step's base. Regions `paths` may be offloaded.
 
     Args:
-        paths: regions that may be offloaded.
-        recomputable: regions that may be recomputed.
         margin: share of the budget that is left free if some plan can do without it.
 
     Raises:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from rich.table import Table
@@ -178,6 +178,7 @@ def layer_costs(config: Config, sharing: Sharing, traces: TraceCache) -> ModelCo
     timer = LayerTimer(Clock.of(device, config, EvenRouting.of(declared), sharing), config, trace)
     summed = ShardingTime(device, sharing, microbatches)
 
+    @cache
     def cost(layer: StageLayer) -> LayerCost:
         traced = trace.layers[layer.number]
         forward, backward = timer.layer(layer)
@@ -193,14 +194,12 @@ def layer_costs(config: Config, sharing: Sharing, traces: TraceCache) -> ModelCo
         return LayerCost(forward.alone + backward.alone, part.saved)
 
     first = {id(traced): number for number, traced in reversed(list(enumerate(trace.layers)))}  # of each kind
-    wholes = {kind: cost(StageLayer(number)) for kind, number in first.items()}
-    attentions = {kind: cost(StageLayer(number, mlp=False)) for kind, number in first.items()}
-    kinds = [id(traced) for traced in trace.layers]
+    alike = [first[id(traced)] for traced in trace.layers]
     return ModelCosts(
-        tuple(wholes[kind] for kind in kinds),
+        tuple(cost(StageLayer(number)) for number in alike),
         end(trace.embedding),
         end(trace.head),
-        tuple(attentions[kind] for kind in kinds) if facts.weights.divisible else (),
+        tuple(cost(StageLayer(number, mlp=False)) for number in alike) if facts.weights.divisible else (),
     )
 
 

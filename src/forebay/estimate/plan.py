@@ -2,7 +2,6 @@
 
 Input: a TOML file or preset, a published model by name, or a folder with a config.json (`ask`), and a number of
 processes. Output: a `Fit`: for each pipeline rank what its fullest process holds at the highest level of a step.
-Nothing is kept.
 """
 
 from __future__ import annotations

@@ -124,15 +124,16 @@ def _second_run(log: Log, named: PartEvents) -> list[AllocEvent]:
     makes = [at for at, entry in enumerate(log) if isinstance(entry, Op) and any(m.number in saved for m in entry.made)]
     if not makes:
         return []
-    last = log[makes[-1]]
-    assert isinstance(last, Op)
-    # An operation with workspaces has several entries, which share what it reads.
-    end = max(
-        at for at, entry in enumerate(log) if isinstance(entry, Op) and (entry is last or entry.reads is last.reads)
-    )
-    events = _in_order(log[: end + 1])
+    events = _in_order(log[: _end_of(log, makes[-1])])
     gone = {named.x, *saved}
     return events + [(n, 0) for n in _never_freed(events) if n not in gone]
+
+
+def _end_of(log: Log, at: int) -> int:
+    """The position after an operation, which has several entries if it has workspaces: they share what it reads."""
+    op = log[at]
+    assert isinstance(op, Op)
+    return 1 + max(n for n, entry in enumerate(log) if isinstance(entry, Op) and (n == at or entry.reads is op.reads))
 
 
 def _never_freed(events: Sequence[AllocEvent]) -> list[int]:
@@ -289,9 +290,7 @@ def _without_last_weight_gradient(log: Log) -> tuple[Log, Log]:
     marked = next((at for at, entry in enumerate(log) if entry == Mark.GATE_UP_GRAD), 0)
     if not marked:
         return log, []
-    begin = log[marked - 1]
-    assert isinstance(begin, Op)
-    end = max(at for at, entry in enumerate(log) if isinstance(entry, Op) and entry.reads is begin.reads) + 1
+    end = _end_of(log, marked - 1)
     moved = log[marked - 1 : end]
     made = {m.number for entry in moved if isinstance(entry, Op) for m in entry.made}
     frees = [entry for entry in log[end:] if isinstance(entry, Freed) and entry.number in made]

@@ -281,7 +281,9 @@ class LayerTimer:
     def sublayer(self, part: PartTrace, placement: str) -> tuple[KernelTime, KernelTime]:
         config = self.config
         direct = config.memory.compile or (config.has_engine and config.parallel.ep * config.parallel.pp == 1)
-        around = (SUBLAYER_DIRECT if direct else SUBLAYER) + CUT * config.cuts_at_dispatch + _storing(part, placement)
+        tensors = len(part.events.saved) if part.events is not None else 1
+        storing = {"offload": OFFLOADED * tensors, "stash": STASHED}.get(placement, 0.0)
+        around = (SUBLAYER_DIRECT if direct else SUBLAYER) + CUT * config.cuts_at_dispatch + storing
         ahead, back = self.clock.both_ways(part)
         forward = self._launched(ahead, around + _transfers(part.forward_ops))
         backward = self._launched(back, around + _transfers(part.backward_ops))
@@ -299,9 +301,3 @@ class LayerTimer:
 
 def _transfers(ops: Iterable[OpCost]) -> int:
     return ALL_TO_ALL * sum(op.kind == "all_to_all" for op in ops)
-
-
-def _storing(part: PartTrace, placement: str) -> float:
-    if placement == "offload":
-        return OFFLOADED * (len(part.events.saved) if part.events is not None else 1)
-    return STASHED if placement == "stash" else 0

@@ -269,10 +269,16 @@ def slow_link(config: Config, world: int, per_node: int, device: DeviceProfile) 
         return ""
     try:
         traces = TraceCache()
-        if not experts_in(traces.declared(config)):
+        declared = traces.declared(config)
+        if not experts_in(declared):
             return ""  # the run itself says why it cannot start
-        count, transfer = _bytes_per_step(config, traces, world, per_node)
-        rate = device.link("all_to_all", False, transfer)
+        layers = traces.facts(config).weights.layers
+        moe_layers = sum(any(weight.experts for weight in layer) for layer in layers) / config.parallel.pp
+        sharing = world // config.parallel.pp
+        rows = EvenRouting.of(declared).between_nodes(ep, per_node, config.parallel.dispatch)
+        row = declared.get_text_config().hidden_size * (2 if config.model.computed_in == "bfloat16" else 4)
+        count = _TRANSFERS * moe_layers * (config.train.batch * config.train.sequence / sharing) * rows * row
+        rate = device.link("all_to_all", False, config.microbatch(sharing) * config.train.sequence * rows * row)
         cost = (
             f"each process sends {count / 1e9:.2f} GB a step over the network, about {count / rate:.3f} s at "
             f"{rate / 1e9:.1f} GB/s ({device.name}'s profile) where no computation hides it"
@@ -283,15 +289,3 @@ def slow_link(config: Config, world: int, per_node: int, device: DeviceProfile) 
         f"parallel.ep = {ep} puts groups that share experts over several nodes of {per_node}: {cost}; "
         f"parallel.ep = {math.gcd(ep, per_node)} stays inside"
     )
-
-
-def _bytes_per_step(config: Config, traces: TraceCache, world: int, per_node: int) -> tuple[float, float]:
-    """Bytes that a process sends to other nodes in a step, and in each transfer of a microbatch."""
-    c, declared, sharing = config, traces.declared(config), world // config.parallel.pp
-    layers = traces.facts(c).weights.layers
-    moe_layers = sum(any(weight.experts for weight in layer) for layer in layers) / c.parallel.pp
-    text, size = declared.get_text_config(), 2 if c.model.computed_in == "bfloat16" else 4
-    rows = EvenRouting.of(declared).between_nodes(c.parallel.ep, per_node, c.parallel.dispatch)
-    row = text.hidden_size * size
-    tokens = c.train.batch * c.train.sequence / sharing
-    return _TRANSFERS * moe_layers * tokens * rows * row, c.microbatch(sharing) * c.train.sequence * rows * row

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import NamedTuple
 
 from forebay.estimate.allocator import ACTIVATIONS, GRADIENTS, OPTIMIZER, ROLES, TRANSIENT, Block, CachingAllocator
 from forebay.estimate.expandable import ExpandableAllocator
@@ -192,13 +191,6 @@ class AllocatorRun:
         return FsdpLifecycle(self.allocator, run.groups, run.sharing, self.stream)
 
 
-class _DeferredGrads(NamedTuple):
-    """The deferred weight gradients of a split backward: transient bytes of making each, and the tensors that they wait with."""
-
-    transient: list[int]
-    blocks: list[Block]
-
-
 class StepWalk:
     """One step of a rank. `memory`: as earlier steps have left it."""
 
@@ -214,7 +206,8 @@ class StepWalk:
         self._sent: list[Block] = []
         self._token_grads: list[Block] = []
         self._given: list[Block] = []  # of the forward that runs, see `Part.given`; none in an engine
-        self._deferred: dict[tuple[int, int], list[_DeferredGrads]] = {}
+        # Deferred weight gradients of split backwards: transient bytes of making each, and the tensors that they wait with.
+        self._deferred: dict[tuple[int, int], list[tuple[list[int], list[Block]]]] = {}
         self._paged = memory.arena is not None
         self.most_stashed = self._stashed = 0
         self._last = max((a.microbatch for action in run.actions for a in action.each), default=0)
@@ -232,10 +225,10 @@ class StepWalk:
                 case "B" | "I":
                     _drain(self._backward(action.stage, action.microbatch, action.kind == "I"))
                 case "W":
-                    for deferred in self._deferred.pop((action.stage, action.microbatch), ()):
-                        for size in deferred.transient:
+                    for transient, blocks in self._deferred.pop((action.stage, action.microbatch), ()):
+                        for size in transient:
                             self._allocator.free(self._malloc(size))
-                        self._empty(deferred.blocks)
+                        self._empty(blocks)
                     self._memory.note(self._action, "weight gradients")
                 case "RECV_F" | "RECV_B" if not self._run.sharing.slot_bytes:
                     self._arrived[action.kind[-1], action.stage, action.microbatch] = self._malloc(self._run.hidden)
@@ -252,10 +245,13 @@ class StepWalk:
         f = self._forward(forward.stage, forward.microbatch)
         b = self._backward(backward.stage, backward.microbatch, False)
         stages, pipeline = self._run.stages, self._run.sharing.pp > 1
-        f_layers, b_layers = _have_experts(stages[forward.stage]), _have_experts(stages[backward.stage])[::-1]
+        # For each layer, whether it runs by the stages of a MoE sublayer.
+        f_layers, b_layers = (
+            [part.staged for part in stages[action.stage] if part.mlp or part.alone] for action in (forward, backward)
+        )
         if pipeline and stages[forward.stage][-1].path == "head":
             f_layers.append(False)
-        order = list(turns(f_layers, b_layers))
+        order = list(turns(f_layers, b_layers[::-1]))
         if pipeline:
             order.insert(len(order) - order[::-1].index("F"), "F")
         for turn in ["B", *order]:
@@ -411,7 +407,7 @@ class StepWalk:
         dy = self._arrived.pop(("B", stage, microbatch), None)
         if dy is None:
             dy = self._malloc(self._run.hidden)
-        waiting: list[_DeferredGrads] = []
+        waiting: list[tuple[list[int], list[Block]]] = []
         while runs:
             run = runs.pop()
             part = run.part
@@ -434,7 +430,7 @@ class StepWalk:
                 rows = [part.trace.token_rows] * len(part.expert_grads)
                 transient = rows if self._run.sharing.adds_in_place else [*part.expert_grads.values()]
                 blocks = [self._malloc(size, ACTIVATIONS) for size in part.trace.deferred]
-                waiting.append(_DeferredGrads(transient, blocks))
+                waiting.append((transient, blocks))
             self._params.leave(part.place, part.mlp, True, microbatch == self._last)
             self._end_part("backward")
             if dx is None:
@@ -645,11 +641,6 @@ class StepWalk:
     def _empty(self, blocks: list[Block]) -> None:
         self._allocator.free_all(blocks)
         blocks.clear()
-
-
-def _have_experts(parts: Sequence[Part]) -> list[bool]:
-    """For each layer, whether it runs by the stages of a MoE sublayer."""
-    return [part.staged for part in parts if part.mlp or part.alone]
 
 
 def _drain(steps: Iterator[None]) -> None:

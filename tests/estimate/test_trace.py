@@ -232,8 +232,9 @@ def test_on_a_gpu_attention_saves_no_scores(family: str) -> None:
 
 def test_a_gpu_rounds_every_storage() -> None:
     rounded, exact = (traced("qwen3_moe", gpu=True, block=block) for block in (GPU_BLOCK, 1))
-    for a, b in zip(rounded.layers, exact.layers, strict=True):
-        assert a.saved % GPU_BLOCK == 0 and b.saved <= a.saved < b.saved + 64 * GPU_BLOCK
+    for layer, same in zip(rounded.layers, exact.layers, strict=True):
+        for a, b in ((layer.attention, same.attention), (layer.mlp, same.mlp)):
+            assert a.saved % GPU_BLOCK == 0 and b.saved <= a.saved < b.saved + 64 * GPU_BLOCK
 
 
 def test_rows_in_8_bits_are_those_of_a_real_model(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -647,3 +647,14 @@ class UnshardedLifecycle(_Sharded):
         """Free sums, except a graph's, and the head's if the embedding's sum reuses its memory."""
         kept = [*self._graph_sums, self._head_sum]
         self._allocator.free_all([block for block in sums if all(block is not other for other in kept)])
+
+
+def lifecycle(
+    allocator: CachingAllocator, groups: Sequence[ParamGroup], sharing: Sharing, stream: Any, **unsharded: bool
+) -> ParamLifecycle:
+    """The lifecycle of a run. `unsharded`: what an `UnshardedLifecycle` is told besides."""
+    if not sharing.sharded:
+        return PlainLifecycle(allocator)
+    if sharing.gathered:
+        return UnshardedLifecycle(allocator, groups, sharing, stream, **unsharded)
+    return FsdpLifecycle(allocator, groups, sharing, stream)

@@ -178,7 +178,6 @@ def layer_costs(config: Config, sharing: Sharing, traces: TraceCache) -> ModelCo
     timer = LayerTimer(Clock.of(device, config, EvenRouting.of(declared), sharing), config, trace)
     summed = ShardingTime(device, sharing, microbatches)
 
-    @cache
     def cost(layer: StageLayer) -> LayerCost:
         traced = trace.layers[layer.number]
         forward, backward = timer.layer(layer)
@@ -194,12 +193,12 @@ def layer_costs(config: Config, sharing: Sharing, traces: TraceCache) -> ModelCo
         return LayerCost(forward.alone + backward.alone, part.saved)
 
     first = {id(traced): number for number, traced in reversed(list(enumerate(trace.layers)))}  # of each kind
-    alike = [first[id(traced)] for traced in trace.layers]
+    alike, known = [first[id(traced)] for traced in trace.layers], cache(cost)
     return ModelCosts(
-        tuple(cost(StageLayer(number)) for number in alike),
+        tuple(known(StageLayer(number)) for number in alike),
         end(trace.embedding),
         end(trace.head),
-        tuple(cost(StageLayer(number, mlp=False)) for number in alike) if facts.weights.divisible else (),
+        tuple(known(StageLayer(number, mlp=False)) for number in alike) if facts.weights.divisible else (),
     )
 
 

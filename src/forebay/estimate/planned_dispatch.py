@@ -28,7 +28,7 @@ class PlannedDispatcher(TokenDispatcher):
     Args:
         size, tokens: P and T.
         routing: has E and K.
-        skew: load of this rank over an even one.
+        skew: load of this rank over an even one; at least 1.
         capacity_factor: of the symmetric dispatcher; 0 means exact sizes.
 
     Attributes:
@@ -36,13 +36,11 @@ class PlannedDispatcher(TokenDispatcher):
         live_rows, live_slots: R and S.
 
     Raises:
-        ValueError: the ranks do not divide the experts, or the skew is below 1.
+        ValueError: the ranks do not divide the experts.
     """
 
     def __init__(self, size: int, routing: EvenRouting, tokens: int, skew: float = 1.0, capacity_factor: float = 0.0):
         super().__init__(0, size, routing.experts)
-        if not skew >= 1:
-            raise ValueError(f"a skew of {skew} is not a load over an even one; valid is at least 1")
         self.tokens, everything = tokens, size * tokens
         most = everything * min(routing.slots, self.local_experts)
         slots = min(most, math.ceil(tokens * routing.slots * skew))

@@ -161,9 +161,8 @@ class RunEstimator:
         times = {part.path: self.machine.seconds(part.trace) for part in chain(*parts.values())}
         waits = self.auto is None or memory.offload == "all"
 
-        @cache  # a walk takes most of the time
-        def estimate(placements: frozenset[tuple[str, str]]) -> RankEstimate:
-            return self._estimate(number, dict(placements))
+        # A walk takes most of the time.
+        estimate = cache(lambda placements: self._estimate(number, dict(placements)))
 
         def used(placements: Mapping[str, str]) -> int:
             fit = estimate(frozenset(placements.items())).fit

@@ -57,8 +57,6 @@ def trace_model(model: Any, shape: Shape, like: ModelTrace | None = None) -> Mod
     base = model.get_submodule(model.base_model_prefix)
     # The first trace has checked how the layers are built. To check again takes a tenth of the time of this one.
     layers: list[Any] = [parts.module for parts in decoder_layers(model)] if like is None else list(base.layers)
-    if not layers:
-        raise ValueError(f"{type(model).__name__} has no decoder layers that Forebay knows")
     kinds = [_kind(layer) for layer in layers]
     several = 2 if like is None else 1  # what layers share, the first one saves
     numbers = sorted(n for k in set(kinds) for n in [i for i, kind in enumerate(kinds) if kind == k][:several])

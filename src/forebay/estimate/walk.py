@@ -14,14 +14,7 @@ from types import MappingProxyType
 
 from forebay.estimate.allocator import ACTIVATIONS, GRADIENTS, OPTIMIZER, ROLES, TRANSIENT, Block, CachingAllocator
 from forebay.estimate.expandable import ExpandableAllocator
-from forebay.estimate.fsdp import (
-    DEFAULT,
-    FsdpLifecycle,
-    ParamLifecycle,
-    PersistentState,
-    PlainLifecycle,
-    UnshardedLifecycle,
-)
+from forebay.estimate.fsdp import DEFAULT, PersistentState, UnshardedLifecycle, lifecycle
 from forebay.estimate.offloading import MEASURED_STEPS, OffloadManager, PartRun
 from forebay.estimate.parts import Part
 from forebay.estimate.rank_run import RankRun, StepLevel, Walked
@@ -80,7 +73,10 @@ class AllocatorRun:
         # A CUDA graph step has a stream of its own, from the first step on.
         self.stream = "graph" if run.graph else DEFAULT
         self.weights = PersistentState(self.allocator, run.groups, run.sharing)
-        self.params = self._lifecycle(run)
+        self.params = lifecycle(
+            self.allocator, run.groups, run.sharing, self.stream,
+            late=run.summed > 0 and not run.at_once, keep=run.graph, tied=run.summed > 0 and run.tied,
+        )  # fmt: skip
         self._workspaces: list[Block] = []
         self.arena: Block | None = None
         self.tables: Block | None = None
@@ -174,21 +170,6 @@ class AllocatorRun:
         self.allocator.free_all(self._workspaces)
         self._workspaces = []
         self.allocator.empty_cache()
-
-    def _lifecycle(self, run: RankRun) -> ParamLifecycle:
-        if not run.sharing.sharded:
-            return PlainLifecycle(self.allocator)
-        if run.engine:
-            return UnshardedLifecycle(
-                self.allocator,
-                run.groups,
-                run.sharing,
-                self.stream,
-                late=run.summed > 0 and not run.at_once,
-                keep=run.graph,
-                tied=run.summed > 0 and run.tied,
-            )
-        return FsdpLifecycle(self.allocator, run.groups, run.sharing, self.stream)
 
 
 class StepWalk:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import cache
 from itertools import chain, islice, product
 from math import inf, prod
 from typing import NamedTuple, TypeVar
@@ -82,7 +83,7 @@ class Solver:
     def __init__(self, timeline: Timeline, offload: frozenset[str], recompute: frozenset[str]):
         self._timeline, self._offload, self._recompute = timeline, offload, recompute
         self._step = IndexedTimeline(timeline)
-        self._plans: dict[Proposal, Plan] = {}
+        self._plan = cache(self._simulated)
         self._calls: dict[str, list[int]] = {}
         for index, call in enumerate(timeline.calls):
             if self._step.lives(index):
@@ -123,13 +124,9 @@ class Solver:
 
     # --- figures ------------------------------------------------------------------------------------------------------
 
-    def _plan(self, candidate: Proposal) -> Plan:
-        if candidate not in self._plans:
-            window = candidate.window and self._bytes(candidate.offload) // candidate.window
-            self._plans[candidate] = TurnSchedule(
-                self._step, Assignment.of(candidate.offload, candidate.recompute), window
-            ).plan()
-        return self._plans[candidate]
+    def _simulated(self, candidate: Proposal) -> Plan:
+        window = candidate.window and self._bytes(candidate.offload) // candidate.window
+        return TurnSchedule(self._step, Assignment.of(candidate.offload, candidate.recompute), window).plan()
 
     def _cost(self, candidate: Proposal) -> tuple[object, ...]:
         """Sort key of candidates. Where nothing takes time, as on a CPU, it prefers little recomputation, then few copies."""

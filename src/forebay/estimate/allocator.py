@@ -164,6 +164,11 @@ class CachingAllocator:
         for block in list(blocks):
             self.free(block)
 
+    def clear(self, blocks: list[Block]) -> None:
+        """Free all blocks of a list, and empty it."""
+        self.free_all(blocks)
+        blocks.clear()
+
     def empty_cache(self) -> list[int]:
         """Release every segment that is wholly free, except those of graphs. Returns their addresses."""
         return [address for pools in self._outside.values() for pool in pools for address in self._release(pool)]

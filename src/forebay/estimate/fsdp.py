@@ -402,8 +402,7 @@ class FsdpLifecycle(_Sharded):
             if backward and place == "embedding":
                 self._finish(self._layers[place], last)
             elif place == "head" and not backward:  # the model's forward ends
-                self._allocator.free_all(self._arriving)
-                self._arriving = []
+                self._allocator.clear(self._arriving)
                 for n in self._layers[place] if self._s.reshard else ():
                     self._reshard(n)
         elif backward:
@@ -588,8 +587,7 @@ class UnshardedLifecycle(_Sharded):
 
     def end_step(self) -> None:
         """All sums are complete, except the embedding's if it is `late`."""
-        self._allocator.free_all(self._embedding_sum)
-        self._embedding_sum = []
+        self._allocator.clear(self._embedding_sum)
 
     def hold(self) -> None:
         """After the capture: the sums belong to the graph."""
@@ -615,8 +613,7 @@ class UnshardedLifecycle(_Sharded):
                     (self._head_sum,) = self._sums[n]
                 self._reduce(n)
             if self._in_place(n):  # resharded after it was sent
-                self._allocator.free_all(self._sending)
-                self._sending = []
+                self._allocator.clear(self._sending)
                 if not self._keep:
                     self._reshard(n)
         self._reduced()

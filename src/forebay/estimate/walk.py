@@ -167,8 +167,7 @@ class AllocatorRun:
 
     def release_cache(self) -> None:
         """Before a capture, and as a graph is released: cuBLAS's workspaces are made anew, in the graph's pool or outside."""
-        self.allocator.free_all(self._workspaces)
-        self._workspaces = []
+        self.allocator.clear(self._workspaces)
         self.allocator.empty_cache()
 
 
@@ -209,14 +208,14 @@ class StepWalk:
                     for transient, blocks in self._deferred.pop((action.stage, action.microbatch), ()):
                         for size in transient:
                             self._allocator.free(self._malloc(size))
-                        self._empty(blocks)
+                        self._allocator.clear(blocks)
                     self._memory.note(self._action, "weight gradients")
                 case "RECV_F" | "RECV_B" if not self._run.sharing.slot_bytes:
                     self._arrived[action.kind[-1], action.stage, action.microbatch] = self._malloc(self._run.hidden)
 
     def end(self) -> list[Block]:
         """Free what was sent. The gradients of embedded tokens remain."""
-        self._empty(self._sent)
+        self._allocator.clear(self._sent)
         return self._token_grads
 
     def _overlap_fwd_bwd(self, forward: Action, backward: Action) -> None:
@@ -276,11 +275,11 @@ class StepWalk:
             self._params.leave(part.place, part.mlp, False, microbatch == self._last)
             self._end_part("forward")
             if part.alone or not part.path.endswith(".self_attn"):
-                self._empty(layer_inputs)
+                self._allocator.clear(layer_inputs)
             x = output
             if self._yields_after(part):
                 yield  # after a dense layer
-        self._empty(model_inputs)
+        self._allocator.clear(model_inputs)
         assert x is not None
         self._hand_on(stage, microbatch, x)
 
@@ -303,7 +302,7 @@ class StepWalk:
     def _part_forward(self, run: PartRun, model_inputs: list[Block]) -> Generator[None, None, Block]:
         events = run.part.events
         on_mark: dict[int, Callable[[], None]] = {
-            Mark.FINAL_NORM_END: partial(self._empty, model_inputs),
+            Mark.FINAL_NORM_END: partial(self._allocator.clear, model_inputs),
             Mark.PAGES: partial(self._take_pages, run),
         }
         played = events.forward_no_grad if run.part.placement == "recompute" else events.forward
@@ -618,10 +617,6 @@ class StepWalk:
 
     def _malloc(self, size: int, role: int = TRANSIENT) -> Block:
         return self._allocator.malloc(size, self._stream, role)
-
-    def _empty(self, blocks: list[Block]) -> None:
-        self._allocator.free_all(blocks)
-        blocks.clear()
 
 
 def _drain(steps: Iterator[None]) -> None:

@@ -125,7 +125,8 @@ class Solver:
     # --- figures ------------------------------------------------------------------------------------------------------
 
     def _simulated(self, candidate: Proposal) -> Plan:
-        window = candidate.window and self._bytes(candidate.offload) // candidate.window
+        size = sum(self._timeline.calls[call].items[item] for call, item in candidate.offload)
+        window = candidate.window and size // candidate.window
         return TurnSchedule(self._step, Assignment.of(candidate.offload, candidate.recompute), window).plan()
 
     def _cost(self, candidate: Proposal) -> tuple[object, ...]:
@@ -143,9 +144,6 @@ class Solver:
 
     def _peak(self, candidate: Proposal) -> int:
         return self._plan(candidate).peak_bytes
-
-    def _bytes(self, items: Iterable[Item]) -> int:
-        return sum(self._timeline.calls[call].items[item] for call, item in items)
 
     def _pareto(self, candidates: Iterable[Proposal]) -> list[Proposal]:
         return front(candidates, self._cost, self._peak)

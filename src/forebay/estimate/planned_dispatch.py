@@ -36,11 +36,13 @@ class PlannedDispatcher(TokenDispatcher):
         live_rows, live_slots: R and S.
 
     Raises:
-        ValueError: the ranks do not divide the experts.
+        ValueError: the ranks do not divide the experts, or the skew is below 1.
     """
 
     def __init__(self, size: int, routing: EvenRouting, tokens: int, skew: float = 1.0, capacity_factor: float = 0.0):
         super().__init__(0, size, routing.experts)
+        if not skew >= 1:
+            raise ValueError(f"a skew of {skew} is not a load over an even one; valid is at least 1")
         self.tokens, everything = tokens, size * tokens
         most = everything * min(routing.slots, self.local_experts)
         slots = min(most, math.ceil(tokens * routing.slots * skew))

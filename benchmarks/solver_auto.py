@@ -17,7 +17,7 @@ from typing import Any
 from forebay.errors import UsageError
 from forebay.estimate.fit import least_budget
 from forebay.estimate.layers import fast_path_of, plan_layers, sharing_of
-from forebay.estimate.placement import _ChoiceCosts, rank_options
+from forebay.estimate.placement import ChoiceCosts, rank_options
 from forebay.estimate.plan import _estimator, ask
 from forebay.estimate.rank import RunEstimator
 from forebay.estimate.trace_cache import TraceCache
@@ -51,23 +51,22 @@ def drawn(chance: random.Random, traces: TraceCache) -> tuple[str, RunEstimator]
 
 def needs(run: RunEstimator, placements: dict[str, str]) -> int:
     """The smallest budget that fits these placements."""
-    fit = run._estimate(0, run.plan.stages(0), placements).fit
+    fit = run._estimate(0, placements).fit
     return least_budget(fit.total, fit.error)
 
 
 def row(name: str, run: RunEstimator) -> dict[str, Any]:
-    options = rank_options(
-        run.trace, run.plan.stages(0), run._allowed(), run.machine, run.prefix, run.config.memory.recompute
-    )
+    parts = run._placed(0, {})
+    options = rank_options(parts, run._allowed(), run.machine, run.config.memory.recompute)
     sublayers = [own for stage in options.values() for own in stage]
     recomputed = {o.path: o.placement for own in sublayers for o in own if o.placement == "recompute"}
     least = needs(run, recomputed)
     most = max(needs(run, {}), least)
-    times = {path: run.machine.seconds(part) for path, part, _ in run._parts(run.plan.stages(0))}
+    times = {part.path: run.machine.seconds(part.trace) for stage in parts.values() for part in stage}
     plain = run.plan.microbatches * sum(map(sum, times.values()))
     every = []
     if math.prod(map(len, sublayers)) <= SMALL:
-        costs = _ChoiceCosts(options, times, (), run.plan.microbatches, run.machine, False)
+        costs = ChoiceCosts(options, times, (), run.plan.microbatches, run.machine, False)
         for chosen in product(*(range(len(own)) for own in sublayers)):
             seconds, waited = costs.seconds(chosen)
             if waited < 1e-9:

@@ -328,7 +328,7 @@ PLAN, TRAIN = ["plan", "{folder}/config.toml"], ["train", "{folder}/config.toml"
             ["memory.graph: the policy places 'model.layers.0'", "name sublayers"],
         ),
         (PLAN, [CONTAINER, "--pp=2", *PIPELINE], ["parallel.pp: the policy places 'model.layers.0'"]),
-        (PLAN, ["--device=h20"], ["did you mean 'h200'?", "--save-profile"]),
+        (PLAN, ["--device=h20"], ["the nearest valid name is 'h200'", "--save-profile"]),
         (["plan", "qwen3-30b"], ["--gpus=8"], ["the nearest valid name is 'qwen3-30b-a3b'", "published models are"]),
         (["plan", "olmoe-1b-7b"], ["--gpus=6", "--set=parallel.ep=3"], ["does not divide the model's 64 experts"]),
         (["plan", "{folder}"], [], ["has no config.json"]),

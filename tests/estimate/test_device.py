@@ -46,7 +46,9 @@ def test_a_file_is_read_back_equal(tmp_path: Path) -> None:
 
 
 def test_an_unknown_device_names_the_nearest() -> None:
-    with pytest.raises(ValueError, match=r"'h20' is neither .* did you mean 'h200'\? valid profiles are a100, b200"):
+    with pytest.raises(
+        ValueError, match=r"'h20' is neither .* the nearest valid name is 'h200'; valid profiles are a100, b200"
+    ):
         load("h20")
 
 

@@ -6,21 +6,8 @@ from typing import Any
 
 import pytest
 
-from forebay.estimate.events import NamedStorages, cut_nearest, head_events, part_events
-from forebay.estimate.types import (
-    ALL_TO_ALL_BEGIN,
-    ALL_TO_ALL_END,
-    EXPERTS_BEGIN,
-    EXPERTS_END,
-    FINAL_NORM_BACKWARD,
-    FINAL_NORM_END,
-    GATE_UP_GRAD,
-    MATMUL,
-    Freed,
-    Mark,
-    NewStorage,
-    Op,
-)
+from forebay.estimate.events import cut_nearest, head_events, part_events
+from forebay.estimate.types import Freed, Mark, NewStorage, Op, PartEvents
 
 NONE = frozenset[int]()
 
@@ -59,7 +46,7 @@ BACKWARD: list[Any] = [
 
 
 def test_an_uncompiled_part_follows_its_log() -> None:
-    named = NamedStorages(0, 5, 6, 12, (7, 11), frozenset([1, 2, 4]), NONE)
+    named = PartEvents(0, 5, 6, 12, (7, 11), frozenset([1, 2, 4]), NONE)
     no_grad: list[Any] = [op((0,), (20, 10)), op((20,), (21, 20)), Freed(20), op((21,), (22, 50)), Freed(21)]
     found = part_events(FORWARD, BACKWARD, named, False, no_grad)
     assert found.forward == ((1, 10), (2, 20), (3, 30), (4, 40), (3, 0), (5, 50))
@@ -72,7 +59,7 @@ def test_an_uncompiled_part_follows_its_log() -> None:
 def test_a_compiled_part_materializes_what_its_gemms_read() -> None:
     """c is fused into d; a and d are made for the GEMMs and dropped; x and b stay saved. In backward d is recomputed
     for the weight's gradient, da's consumer is fused, and a is recomputed for the other weight's."""
-    found = part_events(FORWARD, BACKWARD, NamedStorages(0, 5, 6, 12, (7, 11), frozenset([0, 2]), NONE), compiled=True)
+    found = part_events(FORWARD, BACKWARD, PartEvents(0, 5, 6, 12, (7, 11), frozenset([0, 2]), NONE), compiled=True)
     assert found.forward == ((1, 10), (2, 20), (1, 0), (4, 40), (5, 50), (4, 0))
     assert found.saves_x
     # da = 8; the kernel that makes d again and 10, both from b, where 9 is fused; d's product; a, its gradient, x's last use, dx.
@@ -85,21 +72,21 @@ def test_a_compiled_part_materializes_what_its_gemms_read() -> None:
 
 def test_a_storage_that_two_gemms_read_is_recomputed_once() -> None:
     log: list[Any] = [op((6, 1), (7, 5)), op((6, 1), (8, 5))]
-    found = part_events(FORWARD, log, NamedStorages(0, 5, 6, -1, (7, 8), (0, 2), NONE), compiled=True)
+    found = part_events(FORWARD, log, PartEvents(0, 5, 6, -1, (7, 8), (0, 2), NONE), compiled=True)
     assert found.backward == ((2, 0), (1, 10), (7, 5), (8, 5), (6, 0), (1, 0), (0, 0), (7, 0), (8, 0))
 
 
 def test_marks_stay_around_transfers() -> None:
     log: list[Any] = [
         op((0,), (1, 8)),
-        Mark(ALL_TO_ALL_BEGIN),
+        Mark.ALL_TO_ALL_BEGIN,
         op((1,), (2, 8)),
-        Mark(ALL_TO_ALL_END),
+        Mark.ALL_TO_ALL_END,
         Freed(1),
         op((2,), (3, 8)),
     ]
-    found = part_events(log, [], NamedStorages(0, 3, -1, -1, (), frozenset([2]), frozenset([2])), compiled=False)
-    assert found.forward == ((1, 8), (-1, ALL_TO_ALL_BEGIN), (2, 8), (-1, ALL_TO_ALL_END), (1, 0), (3, 8))
+    found = part_events(log, [], PartEvents(0, 3, -1, -1, (), frozenset([2]), frozenset([2])), compiled=False)
+    assert found.forward == ((1, 8), (-1, Mark.ALL_TO_ALL_BEGIN), (2, 8), (-1, Mark.ALL_TO_ALL_END), (1, 0), (3, 8))
     assert found.backward == ((2, 0),)  # its free is not in the log
 
 
@@ -113,14 +100,14 @@ def test_one_kernel_recomputes_all_that_comes_from_the_same_storages() -> None:
         op((4, 5), (6, 60)),
     ]
     backward: list[Any] = [op((7, 4), (8, 5)), op((7, 5), (9, 5))]
-    found = part_events(forward, backward, NamedStorages(0, 6, 7, -1, (8, 9), (2,), NONE), compiled=True)
+    found = part_events(forward, backward, PartEvents(0, 6, 7, -1, (8, 9), (2,), NONE), compiled=True)
     assert [e for e in found.backward if e[1]] == [(4, 40), (5, 50), (8, 5), (9, 5)]
 
 
 def test_experts_between_pieces_save_what_they_read_as_it_is() -> None:
     """The norm's result 1, which compiled code could make from x, is held for the experts' backward and freed by it. The piece
     before them makes it again for a GEMM of its own."""
-    begin, end = Mark(EXPERTS_BEGIN), Mark(EXPERTS_END)
+    begin, end = Mark.EXPERTS_BEGIN, Mark.EXPERTS_END
     forward: list[Any] = [
         op((0,), (1, 10), fused=True, of=frozenset([0])),
         op((1,), (2, 20)),
@@ -129,7 +116,7 @@ def test_experts_between_pieces_save_what_they_read_as_it_is() -> None:
         end,
     ]
     backward: list[Any] = [begin, op((6, 1), (7, 70)), end, op((1, 7), (8, 5)), Freed(8), op((7,), (12, 10)), Freed(7)]
-    named = NamedStorages(0, 5, 6, 12, {8: "router"}, (0, 1), NONE)
+    named = PartEvents(0, 5, 6, 12, {8: "router"}, (0, 1), NONE)
     found = part_events(forward, backward, named, compiled=True, pieces=True)
     assert (1, 0) not in found.forward
     there = [event for event in found.backward if event[0] >= 0 and event[0] != 6]
@@ -146,13 +133,13 @@ def test_a_saved_storage_lives_until_the_last_kernel_of_a_fused_run() -> None:
         op((8,), (9, 90), fused=True, of=frozenset([8])),
         op((9,), (12, 5)),
     ]
-    found = part_events(forward, backward, NamedStorages(0, 3, 6, 12, (), (1,), NONE), compiled=True)
+    found = part_events(forward, backward, PartEvents(0, 3, 6, 12, (), (1,), NONE), compiled=True)
     assert found.backward.index((1, 0)) > found.backward.index((9, 90))
 
 
 def test_the_second_run_of_a_checkpoint_ends_with_what_is_saved_last() -> None:
     """The output is not made again, and what is not saved is dropped. A compiled part runs whole."""
-    named = NamedStorages(0, 5, 6, 12, {}, (1, 4), NONE)
+    named = PartEvents(0, 5, 6, 12, {}, (1, 4), NONE)
     found = part_events(FORWARD, BACKWARD, named, compiled=False)
     assert found.second_run == ((1, 10), (2, 20), (3, 30), (4, 40), (2, 0), (3, 0))
     assert part_events(FORWARD, BACKWARD, named, compiled=True).second_run == ()
@@ -163,7 +150,7 @@ def test_the_second_run_finishes_an_operation_with_workspaces() -> None:
     reads = (0,)
     forward = [Op(False, reads, (NewStorage(n, 10 * n, False, NONE),)) for n in (1, 2, 3)]
     log = [*forward[:2], Freed(2), forward[2], Op(False, reads, ()), op((3,), (4, 40))]
-    found = part_events(log, [], NamedStorages(0, 4, -1, -1, {}, (1,), NONE), compiled=False)
+    found = part_events(log, [], PartEvents(0, 4, -1, -1, {}, (1,), NONE), compiled=False)
     assert found.second_run == ((1, 10), (2, 20), (2, 0), (3, 30), (3, 0))
 
 
@@ -172,12 +159,12 @@ def test_a_product_of_a_recomputed_tensor_waits_for_the_kernel_that_makes_it() -
     the probabilities 8. So all four are there at once, and v's gradient 7 is made afterwards. It is freed after the graph."""
     forward = [op((0,), (1, 20)), op((1,), (2, 20), fused=True, of=frozenset([1])), op((2,), (5, 5))]
     backward: list[Any] = [
-        Mark(MATMUL), op((6, 2), (7, 5)), Freed(7),
-        Mark(MATMUL), op((6,), (8, 20)),
+        Mark.MATMUL, op((6, 2), (7, 5)), Freed(7),
+        Mark.MATMUL, op((6,), (8, 20)),
         op((8, 2), (9, 20), fused=True, of=frozenset([8])), Freed(8),
-        Mark(MATMUL), op((9, 0), (12, 10)), Freed(9),
+        Mark.MATMUL, op((9, 0), (12, 10)), Freed(9),
     ]  # fmt: skip
-    found = part_events(forward, backward, NamedStorages(0, 5, 6, 12, {7: "v"}, (0, 1), NONE), compiled=True).backward
+    found = part_events(forward, backward, PartEvents(0, 5, 6, 12, {7: "v"}, (0, 1), NONE), compiled=True).backward
     assert [e for e in found if e[0] >= 0] == [
         (8, 20), (2, 20), (9, 20), (8, 0), (7, 5), (6, 0), (2, 0), (1, 0), (12, 10), (9, 0), (0, 0), (7, 0),
     ]  # fmt: skip
@@ -186,13 +173,13 @@ def test_a_product_of_a_recomputed_tensor_waits_for_the_kernel_that_makes_it() -
 def test_a_kernel_that_needs_the_product_cannot_come_before_it() -> None:
     forward = [op((0,), (1, 20)), op((1,), (2, 20), fused=True, of=frozenset([1])), op((2,), (5, 5))]
     backward: list[Any] = [
-        Mark(MATMUL),
+        Mark.MATMUL,
         op((6, 2), (8, 20)),
         op((8, 2), (9, 20), fused=True),
-        Mark(MATMUL),
+        Mark.MATMUL,
         op((9,), (12, 10)),
     ]
-    found = part_events(forward, backward, NamedStorages(0, 5, 6, 12, {}, (0, 1), NONE), compiled=True).backward
+    found = part_events(forward, backward, PartEvents(0, 5, 6, 12, {}, (0, 1), NONE), compiled=True).backward
     assert [e[0] for e in found if e[0] >= 0 and e[1]] == [2, 8, 9, 12]
 
 
@@ -201,10 +188,10 @@ def test_the_gradient_of_gate_up_is_made_after_compiled_code(pieces: bool) -> No
     """By another node of autograd's graph; where experts run between pieces of compiled code, at once."""
     reads = (6,)
     backward: list[Any] = [
-        op((6,), (8, 5)), Op(False, reads, ()), Mark(GATE_UP_GRAD), Op(False, reads, (NewStorage(9, 70, False, NONE),)),
+        op((6,), (8, 5)), Op(False, reads, ()), Mark.GATE_UP_GRAD, Op(False, reads, (NewStorage(9, 70, False, NONE),)),
         Op(False, reads, ()), Freed(9), op((8,), (12, 10)),
     ]  # fmt: skip
-    named = NamedStorages(0, 5, 6, 12, {9: "gate_up"}, (), NONE)
+    named = PartEvents(0, 5, 6, 12, {9: "gate_up"}, (), NONE)
     found = part_events(FORWARD, backward, named, True, pieces=pieces).backward
     assert [n for n, size in found if n >= 0 and size] == ([8, 9, 12] if pieces else [8, 12, 9])
     assert found.index((9, 0)) > found.index((9, 70))
@@ -220,15 +207,15 @@ def test_a_compiled_norm_saves_its_input_and_a_number_a_row_and_the_loss_after_i
     softmax (5)."""
     forward: list[Any] = [
         op((0,), (1, 40), fused=True, of=frozenset([0])), Op(True, (1,), (NewStorage(2, 1, False, frozenset([2])),)),
-        op((1, 2), (3, 20), fused=True, of=frozenset([0, 2])), Mark(FINAL_NORM_END), Freed(1),
+        op((1, 2), (3, 20), fused=True, of=frozenset([0, 2])), Mark.FINAL_NORM_END, Freed(1),
         op((3,), (4, 50)), op((4,), (5, 60)), Freed(4),
     ]  # fmt: skip
     backward: list[Any] = [
-        op((5,), (6, 50)), Freed(5), op((6, 3), (7, 20)), Freed(6), Freed(3), Mark(FINAL_NORM_BACKWARD),
+        op((5,), (6, 50)), Freed(5), op((6, 3), (7, 20)), Freed(6), Freed(3), Mark.FINAL_NORM_BACKWARD,
         op((7, 0), (8, 40), fused=True, of=frozenset([7, 0])), Freed(7),
         op((8, 2), (12, 20), fused=True, of=frozenset([7, 0, 2])), Freed(8),
     ]  # fmt: skip
-    named = NamedStorages(0, 9, 10, 12, {}, (0, 1, 2, 3, 5), NONE)
+    named = PartEvents(0, 9, 10, 12, {}, (0, 1, 2, 3, 5), NONE)
     found = head_events(forward, backward, named, 3, 7)
     assert [e for e in found.forward if e[0] >= 0] == [(2, 1), (3, 20), (4, 50), (5, 60), (4, 0)]
     assert [e for e in found.backward if e[0] >= 0] == [

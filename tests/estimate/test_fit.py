@@ -118,7 +118,7 @@ SPREAD: dict[str, Any] = {"parallel": {"ep": 2}}  # with more processes than tha
     [
         (True, False, 1, {}),
         # Its obstacle says that memory.graph = true tries it.
-        (True, "auto", 1, {"model": {"family": "qwen3", "config": DENSE}}),
+        (True, "auto", 1, {"model": {"family": "helium", "config": DENSE}}),
         (True, False, 1, {"parallel": {"overlap": True}}),
         (False, False, 1, {"model": {"dtype": "float32"}}),
         (True, False, 1, {"parallel": {"reshard": True}}),

@@ -7,7 +7,7 @@ import random
 import pytest
 
 from forebay.estimate.kernel_order import least_peak_order
-from forebay.estimate.types import MATMUL, Log, Mark, NewStorage, Op
+from forebay.estimate.types import Log, Mark, NewStorage, Op
 
 NONE: frozenset[int] = frozenset()
 
@@ -25,10 +25,10 @@ def test_shared_experts_run_before_experts_that_save_more() -> None:
     the experts run, as in a recorded history of a DeepSeek-V2, and the peak is 300 + 2 x 60 + 8, not 300 + 3 x 60 + 8."""
     experts: Log = [Op(False, tuple(range(1, 2)), (*made(2, 4), *made(3, 300)))]
     shared: Log = [
-        Mark(MATMUL), Op(False, tuple(range(1, 2)), made(4, 60)),
-        Mark(MATMUL), Op(False, tuple(range(1, 2)), made(5, 60)),
+        Mark.MATMUL, Op(False, tuple(range(1, 2)), made(4, 60)),
+        Mark.MATMUL, Op(False, tuple(range(1, 2)), made(5, 60)),
         Op(True, (4, 5), made(6, 60, fused=True)),
-        Mark(MATMUL), Op(False, (6,), made(7, 4)),
+        Mark.MATMUL, Op(False, (6,), made(7, 4)),
     ]  # fmt: skip
     last: Log = [Op(True, (2, 7), made(8, 4, fused=True))]
     found = least_peak_order([*experts, *shared, *last], {6, 8}, {3, 4, 5, 8}, {})
@@ -41,10 +41,10 @@ def test_a_tensor_that_is_made_again_comes_from_the_kernel_that_reads_the_same_s
     the probabilities (11). The product that reads the probabilities (13) runs after that kernel."""
     log: Log = [
         Op(True, (1,), made(10, 100, fused=True)),
-        Mark(MATMUL), Op(False, (10, 2), made(13, 5)),
-        Mark(MATMUL), Op(False, (2, 3), made(11, 100)),
+        Mark.MATMUL, Op(False, (10, 2), made(13, 5)),
+        Mark.MATMUL, Op(False, (2, 3), made(11, 100)),
         Op(True, (1, 11), made(12, 100, fused=True)),
-        Mark(MATMUL), Op(False, (12, 3), made(14, 5)),
+        Mark.MATMUL, Op(False, (12, 3), made(14, 5)),
     ]  # fmt: skip
     order = numbers(least_peak_order(log, {10, 12}, {13, 14}, {1: 100, 2: 5, 3: 5}))
     assert order[:3] == [11, 10, 12]

@@ -15,7 +15,6 @@ from forebay.estimate.routing import EvenRouting
 from forebay.estimate.trace_cache import TraceCache
 from forebay.pipeline.model import adds_at_once
 from forebay.pipeline.partition import ModelCosts, even_partition, partition_layers, partition_of
-from forebay.train import hf_io
 from forebay.train.world import processes_of_node
 from tests.train.common import MODEL
 
@@ -49,19 +48,21 @@ def config(**parallel: object) -> Config:
 
 def costs_of(c: Config, world: int, traces: TraceCache | None = None) -> ModelCosts:
     c = fast_path_of(c, world).config
-    return layer_costs(c, hf_io.configuration(c.model, 257), sharing_of(c, world), traces or TraceCache())
+    return layer_costs(c, sharing_of(c, world), traces or TraceCache())
 
 
 def test_auto_is_partition_layers_of_the_traced_costs() -> None:
     """Also with flash attention, which is not installed here: nothing runs."""
     c, traces = fast_path_of(config(pp=2, ep=2), 4).config, TraceCache()
-    declared = hf_io.configuration(c.model, 257)
+    declared = traces.declared(c)
     before = copy.deepcopy(declared)
-    costs = layer_costs(c, declared, sharing_of(c, 4), traces)
+    costs = layer_costs(c, sharing_of(c, 4), traces)
     assert declared.to_dict() == before.to_dict() and declared._attn_implementation == before._attn_implementation
 
-    trace = traces.trace(c.model, declared, shape_of(c, declared, sharing_of(c, 4)))
-    assert [cost.memory for cost in costs.layers] == [y.saved + trace.balance * y.is_moe for y in trace.layers]
+    trace = traces.trace(c, shape_of(c, declared, sharing_of(c, 4)))
+    assert [cost.memory for cost in costs.layers] == [
+        y.attention.saved + y.mlp.saved + trace.balance * y.is_moe for y in trace.layers
+    ]
     assert (costs.embedding.memory, costs.head.memory) == (trace.embedding.saved, trace.head.saved)
     assert len(set(costs.layers)) == 2 and len(set(costs.layers[1:])) == 1
 

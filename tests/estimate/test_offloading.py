@@ -11,10 +11,10 @@ from forebay.config import Config
 from forebay.estimate import rank
 from forebay.estimate.allocator import CachingAllocator
 from forebay.estimate.layers import plan_layers
-from forebay.estimate.offloading import Link, OffloadManager, PartRun, offloadable, offloaded_bytes
+from forebay.estimate.offloading import OffloadManager, PartRun, offloadable, offloaded_bytes
 from forebay.estimate.parts import Part
 from forebay.estimate.plan import fit_run
-from forebay.estimate.rank_run import RankRun, Walked
+from forebay.estimate.rank_run import Link, RankRun, Walked
 from forebay.estimate.state import Sharing
 from forebay.estimate.types import PartEvents
 from forebay.estimate.walk import walk
@@ -31,13 +31,12 @@ def events(size: int) -> PartEvents:
     """Saves a storage of `size`, and one byte."""
     return PartEvents(
         forward=((1, size), (2, 1), (3, 16 * MIB)), backward=((6, 16 * MIB), (4, 0), (1, 0), (2, 0)),
-        forward_no_grad=(), x=0, output=3, gradient=4, dx=6, saves_x=False, weight_grads={}, transferred=frozenset(),
-        saved=(1, 2),
+        x=0, output=3, gradient=4, dx=6, weight_grads={}, saved=(1, 2), transferred=frozenset(),
     )  # fmt: skip
 
 
 EMBEDDING = Part("embedding", "embedding", PartEvents(
-    ((1, 16 * MIB),), ((2, 0),), (), -1, 1, 2, -1, False, {}, frozenset(),
+    -1, 1, 2, -1, {}, (), frozenset(), forward=((1, 16 * MIB),), backward=((2, 0),),
 ))  # fmt: skip
 
 
@@ -81,7 +80,7 @@ def planned(stage: list[Part], rate: float, least: int, everything: bool = False
 
 
 def test_what_a_store_takes_is_saved_and_large_enough_in_order() -> None:
-    found = replace(events(8), saved=(2, 0, 1), saves_x=True)
+    found = replace(events(8), saved=(2, 0, 1))
     assert offloadable(found, hidden=4, least=2) == [(0, 4), (1, 8)]
     assert offloadable(found, hidden=4, least=1) == [(2, 1), (0, 4), (1, 8)]
 
@@ -96,26 +95,19 @@ def test_a_link_counted_by_hand() -> None:
     assert plan.offload == {first: frozenset({0})}
     assert plan.release_at == {first: ("F", (NAMES[2], 0))}
     assert plan.fetch_at == {("B", (NAMES[1], 0)): (first,)}
-    assert [offloaded_bytes(plan, part, 4, 2 * MIB, False) for part in parts(5 * MIB)] == [5 * MIB, 0, 0]
+    run = RankRun([], Sharing(), {}, [], 0, 4, least=2 * MIB)
+    assert [offloaded_bytes(plan, part, run) for part in parts(5 * MIB)] == [5 * MIB, 0, 0]
 
 
 def test_a_measured_step_of_an_engine_moves_one_call_at_a_time() -> None:
     """Of a MoE sublayer, what is saved before the experts leaves when they begin, but not its input, which its caller holds until
     its forward is over. In backward the attention's return after the experts, not before."""
     allocator = CachingAllocator()
-    manager = OffloadManager(
-        allocator,
-        0,
-        Link((1.0, 1.0), lambda part: [(1.0, 1.0)] * (1 + (part.events.experts_h > 0))),
-        16 * MIB,
-        MIB,
-        True,
-        False,
-    )
+    link = Link((1.0, 1.0), lambda part: [(1.0, 1.0)] * (1 + (part.events.experts_h > 0)))
+    engine = RankRun([], Sharing(gathered=True), {}, [], 0, 16 * MIB, least=MIB, link=link)
+    manager = OffloadManager(allocator, 0, engine)
     sizes = {1: 3 * MIB, 2: 5 * MIB}
-    whole = replace(
-        events(3 * MIB), forward=((1, sizes[1]), (2, sizes[2]), (3, 16 * MIB)), saves_x=True, saved=(0, 1, 2)
-    )
+    whole = replace(events(3 * MIB), forward=((1, sizes[1]), (2, sizes[2]), (3, 16 * MIB)), saved=(0, 1, 2))
     attention = Part("l.0.self_attn", 0, replace(whole, saved=(1,)), "offload")
     experts = Part("l.0.mlp", 0, replace(whole, experts_h=2), "offload")
     after = Part("l.1.self_attn", 1, replace(whole, saved=(1,)), "keep")

@@ -16,21 +16,21 @@ from hypothesis import strategies as st
 
 from forebay.config import from_mapping
 from forebay.estimate.layers import plan_layers
+from forebay.estimate.parts import part_of, placed_parts
 from forebay.estimate.placement import (
     Choice,
+    ChoiceCosts,
     Machine,
     Option,
     by_kind,
-    choose,
     option,
-    parts_of,
     rank_options,
     sentences,
 )
 from forebay.estimate.plan import fit_run
 from forebay.estimate.rank_run import StepLevel
 from forebay.estimate.trace_cache import TraceCache
-from forebay.estimate.types import LayerTrace, ModelTrace, OpCost, PartTrace, StageLayers
+from forebay.estimate.types import LayerTrace, ModelTrace, OpCost, PartEvents, PartTrace, StageLayers
 from forebay.pipeline.partition import StageLayer
 
 FAST = 1e30  # a link that carries everything at once
@@ -40,11 +40,13 @@ EVERY = frozenset({"recompute", "offload", "stash"})
 def traced(saved: int, inputs: int, forward: int, backward: int) -> PartTrace:
     """A part whose forward and backward take so many hundredths of a second on `machine()`."""
     ops = [(OpCost("gemm", flops, 0),) for flops in (forward, backward)]
-    return PartTrace(saved, inputs, forward_ops=ops[0], backward_ops=ops[1])
+    events = PartEvents(-1, -1, -1, -1, {}, (), frozenset())
+    return PartTrace(saved, inputs, forward_ops=ops[0], backward_ops=ops[1], events=events)
 
 
 PLAIN = traced(90, 11, 100, 200)
 MOE = replace(PLAIN, light=replace(PLAIN, saved=40), stash=(30, 20))
+MOE_PART = replace(part_of("m.1.mlp", 1, MOE), balance=3)
 
 
 def machine(rate: float = FAST) -> Machine:
@@ -69,7 +71,8 @@ def test_one_sublayer_of_a_stage_counts_what_layers_share(layers: list[StageLaye
     """The first attention; a stage without attention makes masks and tables too."""
     part = traced(2, 0, 1, 2)
     trace = ModelTrace(part, (LayerTrace(part, part, True),) * 5, part, shared=5, balance=3)
-    more = {path: more for path, _, more in parts_of(trace, StageLayers(tuple(layers), False, False), "m")}
+    parts = placed_parts(trace, StageLayers(tuple(layers), False, False), {}, prefix="m", recompute="light")
+    more = {part.path: part.balance + part.shared for part in parts}
     expected = {f"m.{layer.number}.{name}": 3 * (name == "mlp") for layer in layers for name in layer.sublayers}
     assert more == {**expected, reader: expected[reader] + 5}
 
@@ -89,8 +92,8 @@ class Case:
             balance=3,
         )
         numbers = tuple(map(StageLayer, range(layers)))
-        stages = {0: StageLayers(numbers, True, True)}
-        self.options = rank_options(trace, stages, allowed, self.machine, "m", "light")
+        parts = placed_parts(trace, StageLayers(numbers, True, True), {}, prefix="m", recompute="light")
+        self.options = rank_options({0: parts}, allowed, self.machine, "light")
         self.times = {own[0].path: (own[0].saved / 100, own[0].saved / 50) for own in self.options[0]}
         self.levels: list[StepLevel] = []
         held = {own[0].path: own[0].held for own in self.options[0]}
@@ -107,8 +110,10 @@ class Case:
                     live[path] += change
 
     def choose(self, budget: int, waits: bool = False) -> Choice:
-        arguments = self.options, self.times, self.levels, self.microbatches, budget, self.machine, waits
-        return choose(0, *arguments, self.used)
+        return self.costs(waits).choose(0, budget, self.used)
+
+    def costs(self, waits: bool) -> ChoiceCosts:
+        return ChoiceCosts(self.options, self.times, self.levels, self.microbatches, self.machine, waits)
 
     def used(self, placements: Mapping[str, str]) -> int:
         picked = [next(o for o in own if o.placement == placements.get(o.path, "keep")) for own in self.options[0]]
@@ -162,8 +167,7 @@ def test_a_larger_budget_never_costs_more(seed: int, layers: int, waits: bool, s
         return case.used(placements) + zlib.crc32(repr(placements).encode()) % (noise + 1)
 
     def chosen(budget: int) -> Choice:
-        arguments = case.options, case.times, case.levels, case.microbatches, budget, case.machine, waits
-        choice = choose(0, *arguments, used=used)
+        choice = case.costs(waits).choose(0, budget, used)
         assert choice.peak == used(choice.placements)
         return choice
 
@@ -204,10 +208,10 @@ def test_what_is_placed_is_listed() -> None:
 )
 def test_placements_of_a_sublayer(placement: str, recompute: str, held: int, seconds: float) -> None:
     """3 bytes of what it holds no placement changes. Its forward takes a second; 20 bytes are stashed at 1000 a second."""
-    found = option("m.1.mlp", MOE, placement, recompute, machine(), 3)
+    found = option(MOE_PART, placement, recompute, machine())
     assert (found.placement, found.saved, found.held) == (placement, 90, held)
     assert found.seconds == pytest.approx(seconds)
-    carried = option("m.1.mlp", MOE, "offload", "light", machine(), 3, carried=50)
+    carried = option(MOE_PART, "offload", "light", machine(), carried=50)
     assert carried.held == 43
 
 
@@ -235,11 +239,10 @@ def test_the_link_by_hand() -> None:
     left = {}
     for rate in (100.0, 50.0, 20.0):
         options = [[Option("embedding", "keep", 1, 1)]]
-        options += [[Option(p, "keep", 100, 100), Option(p, "offload", 100, 0, moved=100)] for p in paths]
+        options += [[Option(p, "keep", 100, 100), Option(p, "offload", 100, 0, 100, moved=100)] for p in paths]
         options += [[Option("head", "keep", 1, 1)]]
-        choice = choose(
-            0, {0: options}, times, levels, 1, 1, machine(rate), False, lambda placements: 5000 - 100 * len(placements)
-        )
+        costs = ChoiceCosts({0: options}, times, levels, 1, machine(rate), False)
+        choice = costs.choose(0, 1, lambda placements: 5000 - 100 * len(placements))
         left[rate] = len(choice.placements)
     assert left == {100.0: 12, 50.0: 6, 20.0: 0}
 

@@ -275,9 +275,9 @@ def test_a_depth_has_the_layers_that_the_policy_names() -> None:
     """One layer was tried first, which a pattern for the layers 2 and 3 does not match."""
     config = tiny(memory={"policy": {"model.layers.[23].mlp": "recompute", "*.self_attn": "recompute"}})
     found = search(PlanRequest(config), "layers", 1, 1 << 26)
-    assert not found.found and "even with 3 layers" in found.sentence
+    assert not found.settings and "even with 3 layers" in found.sentence
     three = with_(config, "model", config={**TINY, "num_hidden_layers": 3})
-    assert search(PlanRequest(config), "layers", 1, least_budget(peak(three, 1), EAGER_ERROR)).found
+    assert search(PlanRequest(config), "layers", 1, least_budget(peak(three, 1), EAGER_ERROR)).settings
 
 
 def test_a_sequence_ends_where_the_model_does() -> None:
@@ -296,7 +296,7 @@ def test_nothing_fits_and_why() -> None:
         (least_budget(least.total, least.error) - 1, "the peak is"),
     ):
         found = search(PlanRequest(config), "microbatch", 1, budget)
-        assert not found.found and found.settings == {} and found.fit.fits is False
+        assert found.settings == {} and found.fit.fits is False
         assert said in found.sentence and "more than there is" in found.sentence
     assert "1 B more than there is" in found.sentence and found.as_dict()["found"] is None
 
@@ -322,7 +322,7 @@ def test_meshes_are_ranked_and_refused_by_the_trainers_rules() -> None:
     assert found.settings == {"parallel.pp": found.candidates[0].mesh.pp, "parallel.ep": found.candidates[0].mesh.ep}
     assert "lowest peak" in found.sentence and found.table() is not None
     none = search(PlanRequest(config), "mesh", 6, least_budget(min(fine.values())) - 1)
-    assert not none.found and none.sentence.startswith("No mesh fits") and "1 B more" in none.sentence
+    assert not none.settings and none.sentence.startswith("No mesh fits") and "1 B more" in none.sentence
 
 
 def test_a_mesh_is_planned_until_it_is_known_not_to_fit(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -405,7 +405,7 @@ def test_an_interrupted_search_has_the_best_so_far(monkeypatch: pytest.MonkeyPat
     FakePlanner(monkeypatch, stops_at=2)
     said.clear()
     found = search(PlanRequest(tiny(batch=64)), "microbatch", 1, 20_000_000, progress=said.append)
-    assert found.interrupted and not found.found and "No microbatch fits" in found.sentence
+    assert found.interrupted and not found.settings and "No microbatch fits" in found.sentence
     assert said[1] == "planned runs: 1; next is 32 sequences"
     for what in ("mesh", "microbatch"):
         FakePlanner(monkeypatch, stops_at=0)
@@ -447,7 +447,7 @@ def test_an_interrupted_search_ends_its_processes(monkeypatch: pytest.MonkeyPatc
             raise KeyboardInterrupt
 
     found = search(PlanRequest(tiny()), "mesh", 4, 1 << 40, progress=stop, processes=2)
-    assert found.interrupted and found.found and not multiprocessing.active_children()
+    assert found.interrupted and found.settings and not multiprocessing.active_children()
 
 
 def test_progress_is_a_line_of_a_terminal_after_a_second_and_lines_in_a_pipe() -> None:

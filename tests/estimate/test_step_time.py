@@ -18,7 +18,6 @@ from forebay.estimate.state import Sharing
 from forebay.estimate.step_time import (
     Beside,
     Elements,
-    ScheduleTime,
     ScheduleTimer,
     ShardingTime,
     StageTime,
@@ -188,9 +187,9 @@ WITH_TRANSFERS = stage(*[(KernelTime(2, all_to_all=1), KernelTime(3, all_to_all=
 FB = [Action("F", 0, 0), Action("B", 0, 0)]
 
 
-def of_plan(plan: PipelinePlan, **more: Any) -> ScheduleTime:
+def of_plan(plan: PipelinePlan, **more: Any) -> ScheduleTimer:
     computing = [[a for a in mine if a.computes] for mine in plan.actions]
-    return ScheduleTimer(computing, plan.ranks, dict.fromkeys(range(len(plan.ranks)), ONE), **more).run()
+    return ScheduleTimer(computing, plan.ranks, dict.fromkeys(range(len(plan.ranks)), ONE), **more)
 
 
 @pytest.mark.parametrize(("pp", "microbatches"), [(2, 4), (2, 7), (4, 8), (8, 32)])
@@ -238,21 +237,19 @@ def test_every_schedule_does_all_work_once(name: str, microbatches: int) -> None
 
 
 def test_without_an_engine_nothing_overlaps() -> None:
-    assert ScheduleTimer([local_plan(3, False).actions[0]], [0], {0: ONE}).run().seconds == pytest.approx(
-        3 * (F + B + W)
-    )
-    found = ScheduleTimer([local_plan(2, False).actions[0]], [0], {0: WITH_TRANSFERS}, engine=False).run()
+    assert ScheduleTimer([local_plan(3, False).actions[0]], [0], {0: ONE}).seconds == pytest.approx(3 * (F + B + W))
+    found = ScheduleTimer([local_plan(2, False).actions[0]], [0], {0: WITH_TRANSFERS}, engine=False)
     assert found.seconds == pytest.approx(2 * 2 * (2 + 1 + 3 + 1 + 1))
 
 
 def test_transfers_are_hidden_where_a_forward_overlaps_a_backward() -> None:
     """F0, F1 with B0, B1. Alone both wait for their transfers, but weight gradients hide half of a backward's. What hides a
     transfer is slower by a share of it."""
-    found = ScheduleTimer([local_plan(2, True).actions[0]], [0], {0: WITH_TRANSFERS}).run()
+    found = ScheduleTimer([local_plan(2, True).actions[0]], [0], {0: WITH_TRANSFERS})
     forward, backward = 2 * (2 + 1), 2 * (3 + 1 + 1 - 0.5)
     assert found.seconds == pytest.approx(forward + 2 * (2 + 3 + 1) + backward)
     assert found.exposed == pytest.approx([2 + 1])
-    contended = ScheduleTimer([local_plan(2, True).actions[0]], [0], {0: WITH_TRANSFERS}, contention=0.5).run()
+    contended = ScheduleTimer([local_plan(2, True).actions[0]], [0], {0: WITH_TRANSFERS}, contention=0.5)
     hidden = 4 + 2 * 0.5  # all of the pair's, and half of each of the last backward's
     assert contended.seconds == pytest.approx(found.seconds + 0.5 * hidden)
 
@@ -261,30 +258,30 @@ def test_exposed_transfers() -> None:
     """One longer than what hides it; and a layer without a partner: 4 seconds hide 2, the other layer's is exposed."""
     slow = stage((KernelTime(1, all_to_all=5), KernelTime(1, all_to_all=5)))
     actions = [Action("F", 0, 0), overlapped(0, 1, 0, 0), Action("B", 0, 1)]
-    assert ScheduleTimer([actions], [0], {0: slow}).run().exposed == pytest.approx([5 + (10 - 2) + 5])
+    assert ScheduleTimer([actions], [0], {0: slow}).exposed == pytest.approx([5 + (10 - 2) + 5])
     short = stage((KernelTime(2, all_to_all=1), KernelTime(2, all_to_all=1)))
     actions = [Action("F", 0, 0), Action("F", 1, 0), overlapped(0, 1, 1, 0)]
-    found = ScheduleTimer([actions], [0, 0], {0: WITH_TRANSFERS, 1: short}).run()
+    found = ScheduleTimer([actions], [0, 0], {0: WITH_TRANSFERS, 1: short})
     assert found.exposed == pytest.approx([2 + 1 + 1])
 
 
 def test_nothing_ends_before_it_is_launched() -> None:
     """Layers of 1 second and 3 of launching, then a head of 10 and 1: the host launches the backward while the head runs."""
     layer, head = KernelTime(1, launches=3), KernelTime(10, launches=1)
-    assert ScheduleTimer([FB[:1]], [0], {0: StageTime((layer, layer), ())}, launch=1.0).run().seconds == 6
+    assert ScheduleTimer([FB[:1]], [0], {0: StageTime((layer, layer), ())}, launch=1.0).seconds == 6
     headed = {0: StageTime((layer, layer, head), (layer, layer))}
     # Layers end when they are launched, at 3 and 6; the head at 16; the backward's launches end at 10 and 13, before that.
-    assert ScheduleTimer([FB], [0], headed, launch=1.0).run().seconds == 3 + 3 + 10 + 1 + 1
-    assert ScheduleTimer([FB], [0], headed).run().seconds == 14
+    assert ScheduleTimer([FB], [0], headed, launch=1.0).seconds == 3 + 3 + 10 + 1 + 1
+    assert ScheduleTimer([FB], [0], headed).seconds == 14
     # A slow host delays the next rank.
     slow, fast = StageTime((KernelTime(1, launches=5),), ()), StageTime((KernelTime(1),), ())
-    found = ScheduleTimer([FB[:1], [Action("F", 1, 0)]], [0, 1], {0: slow, 1: fast}, launch=1.0).run()
+    found = ScheduleTimer([FB[:1], [Action("F", 1, 0)]], [0, 1], {0: slow, 1: fast}, launch=1.0)
     assert found.seconds == 5 + 1
 
 
 def test_actions_that_wait_for_each_other() -> None:
     with pytest.raises(ValueError, match=r"wait for what never comes: 0B0"):
-        ScheduleTimer([FB[::-1]], [0], {0: ONE}).run()
+        ScheduleTimer([FB[::-1]], [0], {0: ONE})
 
 
 STEP = StepTime("h200", 8.0, 8.0, 0.5, 0.25, 1.25, 4.0, (8.0, 6.0), (0.0, 0.0), 1000)

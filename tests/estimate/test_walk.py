@@ -17,18 +17,8 @@ from forebay.estimate.parts import Part, placed_parts
 from forebay.estimate.rank_run import RankRun
 from forebay.estimate.state import Sharing, weight_shapes
 from forebay.estimate.trace import base_path, trace_model
-from forebay.estimate.types import (
-    EXPERTS_BEGIN,
-    EXPERTS_END,
-    FINAL_NORM_END,
-    MATMUL,
-    PartEvents,
-    PartTrace,
-    Shape,
-    StageLayers,
-)
-from forebay.estimate.walk import AllocatorRun, shortened, walk
-from forebay.estimate.walk_step import WORKSPACE
+from forebay.estimate.types import Mark, PartEvents, PartTrace, Shape, StageLayers
+from forebay.estimate.walk import WORKSPACE, AllocatorRun, shortened, walk
 from forebay.managed import manage
 from forebay.pipeline.partition import StageLayer
 from forebay.pipeline.schedule import Action, local_plan
@@ -45,7 +35,7 @@ def part(place: Any, name: str, saved: int, workspace: int, size: int = 16 * MIB
         forward=((1, saved), (2, workspace), (3, size), (2, 0)),
         backward=((5, workspace), (6, size), (5, 0), (4, 0), (1, 0)),
         forward_no_grad=((1, saved), (2, workspace), (3, size), (2, 0), (1, 0)),
-        x=0, output=3, gradient=4, dx=6, saves_x=True, weight_grads={}, transferred=NONE,
+        x=0, output=3, gradient=4, dx=6, saved=(0,), weight_grads={}, transferred=NONE,
     )  # fmt: skip
     return Part(name, place, events, **more)
 
@@ -54,7 +44,9 @@ ALONE = Sharing(sharded=False, parameter=4, compute=4, random=False)
 EMBEDDING = Part(
     "embedding",
     "embedding",
-    PartEvents(((1, 16 * MIB),), ((2, 0),), ((1, 16 * MIB),), -1, 1, 2, -1, False, {}, NONE),
+    PartEvents(
+        -1, 1, 2, -1, {}, (), NONE, forward=((1, 16 * MIB),), backward=((2, 0),), forward_no_grad=((1, 16 * MIB),)
+    ),
 )
 
 
@@ -204,8 +196,8 @@ def test_a_replay_gathers_in_the_memory_of_its_graph(processes: int) -> None:
 def test_an_engine_without_fsdp_makes_gradients_in_its_first_backward() -> None:
     """And no sums before its forwards: 200 MiB of a gradient that are there from the first backward on, and no more."""
     events = PartEvents(
-        ((1, 50 * MIB), (3, 16 * MIB)), ((6, 16 * MIB), (4, 0), (10, 200 * MIB), (10, 0), (1, 0)), (),
-        x=0, output=3, gradient=4, dx=6, saves_x=True, weight_grads={10: "w"}, transferred=NONE,
+        forward=((1, 50 * MIB), (3, 16 * MIB)), backward=((6, 16 * MIB), (4, 0), (10, 200 * MIB), (10, 0), (1, 0)),
+        x=0, output=3, gradient=4, dx=6, saved=(0,), weight_grads={10: "w"}, transferred=NONE,
     )  # fmt: skip
     group = ParamGroup(0, False, 1, (GroupParam("w", "", 100 * MIB, 100 * MIB, 100 * MIB),))
     alone = Sharing(sharded=False, parameter=2, compute=2, gathered=True, random=False)
@@ -231,7 +223,7 @@ ENGINE = Sharing(sharded=False, parameter=2, compute=2, gathered=True, random=Fa
 def test_an_engines_backwards_use_the_workspace_of_its_forwards(sharing: Sharing, workspaces: int) -> None:
     """They run on the thread of its forwards, others on one of autograd's."""
     sublayer = part(0, "l.0.mlp", MIB, MIB)
-    product = replace(sublayer.events, backward=((-1, MATMUL), *sublayer.events.backward))
+    product = replace(sublayer.events, backward=((-1, Mark.MATMUL), *sublayer.events.backward))
     run = AllocatorRun(replace(rank([replace(sublayer, events=product)]), sharing=sharing))
     run.gradients()
     assert len(run._workspaces) == workspaces
@@ -240,13 +232,13 @@ def test_an_engines_backwards_use_the_workspace_of_its_forwards(sharing: Sharing
 def test_overlapped_layers_without_transfers_take_turns_as_with_them(monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine cuts a MoE layer of one process at its experts too: front, experts forward; experts, weights, front backward.
     The sizes tell these apart, and h of the backward is free before the forward's experts."""
-    begin, end, h = (-1, EXPERTS_BEGIN), (-1, EXPERTS_END), 200 * MIB
+    begin, end, h = (-1, Mark.EXPERTS_BEGIN), (-1, Mark.EXPERTS_END), 200 * MIB
     events = PartEvents(
         forward=((1, 2 * MIB), begin, (2, 3 * MIB), end, (3, 16 * MIB), (2, 0)),
         backward=(
             begin, (5, h), (6, 4 * MIB), end, begin, (10, 5 * MIB), (5, 0), end, (10, 0), (7, 6 * MIB), (4, 0), (6, 0), (1, 0),
         ),
-        forward_no_grad=(), x=0, output=3, gradient=4, dx=7, saves_x=True, weight_grads=EXPERTS, transferred=NONE,
+        x=0, output=3, gradient=4, dx=7, saved=(0,), weight_grads=EXPERTS, transferred=NONE,
     )  # fmt: skip
     names = {2: "front", 3: "experts", 4: "experts'", 5: "weights", 6: "front'"}
     order: list[str] = []
@@ -268,8 +260,9 @@ def test_overlapped_layers_without_transfers_take_turns_as_with_them(monkeypatch
 def test_an_engine_makes_masks_once_from_hidden_states_of_its_own() -> None:
     """Beside the embedded tokens: hidden states, a mask that no layer reads, the norm of the head, and 100 MiB that stay."""
     head = PartEvents(
-        ((1, 64 * MIB), (2, 16 * MIB), (-1, FINAL_NORM_END), (3, MIB)), ((5, 16 * MIB), (4, 0), (1, 0), (2, 0)), (),
-        x=0, output=3, gradient=4, dx=5, saves_x=False, weight_grads={}, transferred=NONE,
+        forward=((1, 64 * MIB), (2, 16 * MIB), (-1, Mark.FINAL_NORM_END), (3, MIB)),
+        backward=((5, 16 * MIB), (4, 0), (1, 0), (2, 0)),
+        x=0, output=3, gradient=4, dx=5, saved=(), weight_grads={}, transferred=NONE,
     )  # fmt: skip
     first = part(0, "l.0.self_attn", 0, 0, shared=40 * MIB, given=(60 * MIB,), unused=400 * MIB)
     parts = [EMBEDDING, first, Part("head", "head", head)]
@@ -339,7 +332,7 @@ def built(device: str) -> nn.Module:
 def test_the_peak_is_that_of_a_real_step(monkeypatch: pytest.MonkeyPatch, placement: str, mode: str) -> None:
     """Forwards and backwards of a managed model on a CPU, every storage watched; and the same on allocator, laid by its parts.
     cuBLAS's workspaces, larger than all of this model, are made small. Of 4 to 15 MB 0.01 and 0.07 are not planned."""
-    monkeypatch.setattr("forebay.estimate.walk_step.WORKSPACE", 512)
+    monkeypatch.setattr("forebay.estimate.walk.WORKSPACE", 512)
     sequence = 1024
     model = built("cpu")
     ids = torch.randint(0, 256, (1, sequence))
@@ -393,8 +386,9 @@ def test_weight_gradients_in_place_are_never_allocated(actions: tuple[str, ...])
     made = ((1, 50 * MIB), (3, 16 * MIB))
     backward = ((6, 16 * MIB), (4, 0), (11, 200 * MIB), (11, 0), (10, 400 * MIB), (10, 0), (1, 0))
     events = PartEvents(
-        made, backward, made, x=0, output=3, gradient=4, dx=6, saves_x=True, weight_grads=EXPERTS, transferred=NONE
-    )
+        x=0, output=3, gradient=4, dx=6, saved=(0,), weight_grads=EXPERTS, transferred=NONE,
+        forward=made, backward=backward, forward_no_grad=made,
+    )  # fmt: skip
     sublayer = Part("l.0.mlp", 0, events, trace=PartTrace(0, 0, deferred=(20 * MIB,), token_rows=130 * MIB))
 
     def most(summed: int) -> int:

@@ -24,7 +24,7 @@ from forebay.memory import autotune
 from forebay.memory.autotune import MAX_TRIAL_STEPS, Autotuner, PlanLookup, Scenario, Trial, Trials, TuneState
 from forebay.memory.host_store import HostStore, Traffic
 from forebay.memory.recorder import Peaks, TimelineRecorder, TimingRecorder, TrialRecorder
-from forebay.memory.solver import Allowed, Solver, fit_link, offload_all, under_budget
+from forebay.memory.solver import Solver, fit_link, offload_all, under_budget
 from forebay.memory.storage import storable, storage_bytes
 from forebay.memory.timeline import Assignment, CallFigures, Key, Plan, Rates, Timeline, TimelineEvent, simulate
 from forebay.policy import BudgetError
@@ -428,7 +428,7 @@ def test_auto_plans_again_within_its_budget_with_the_times_of_graphs() -> None:
         calls=tuple(replace(call, seconds=3 * call.seconds) for call in timeline.calls),
         events=tuple(replace(event, seconds=3 * event.seconds) for event in timeline.events),
     )
-    lowest = Solver(timeline, Allowed(paths, paths)).lowest()
+    lowest = Solver(timeline, paths, paths).lowest()
     budget = (lowest.peak_bytes + offload_all(timeline, frozenset()).peak_bytes) // 2
     recomputed: set[str] = set()
 

@@ -21,7 +21,6 @@ from hypothesis import strategies as st
 from forebay.managed import manage
 from forebay.memory import solver
 from forebay.memory.solver import (
-    Allowed,
     Solver,
     fit_link,
     is_interleaved,
@@ -149,7 +148,7 @@ def test_the_lowest_peak_is_that_of_all_placements() -> None:
         timeline = random_timeline(chance, chance.randint(2, 4))
         paths = paths_of(timeline)
         least = min(plan.peak_bytes for plan in placements(timeline))
-        lowest = Solver(timeline, Allowed(paths, paths)).lowest().peak_bytes
+        lowest = Solver(timeline, paths, paths).lowest().peak_bytes
         assert lowest <= 1.02 * least
         with pytest.raises(BudgetError, match=rf"\({lowest} bytes\)$"):
             under_budget(timeline, paths, lowest - 1, paths)
@@ -166,7 +165,7 @@ def test_a_larger_budget_never_makes_a_longer_step(seed: int, regions: int, shar
         calls = tuple(replace(c, seconds=0.0) for c in timeline.calls)
         timeline = Timeline(calls, tuple(replace(e, seconds=0.0) for e in timeline.events))
     paths = paths_of(timeline)
-    plans_of = Solver(timeline, Allowed(paths, paths))
+    plans_of = Solver(timeline, paths, paths)
     least, most = plans_of.lowest().peak_bytes, simulate(timeline, Assignment()).peak_bytes
     every = {i: frozenset(range(len(c.items))) for i, c in enumerate(timeline.calls)}
     light = frozenset(c.key[0] for c in timeline.calls if c.light_recompute)
@@ -182,7 +181,7 @@ def test_a_larger_budget_never_makes_a_longer_step(seed: int, regions: int, shar
     for small, large in pairwise(sorted(plans)):
         assert plans[large] <= 1.00001 * plans[small]  # times are compared by five digits
     assert plans_of.solve(least - 1) is None
-    again = Solver(timeline, Allowed(paths, paths))
+    again = Solver(timeline, paths, paths)
     assert all(again.solve(budget).step_seconds == seconds for budget, seconds in plans.items())  # type: ignore[union-attr]
 
 

@@ -124,7 +124,6 @@ class CachingAllocator:
         self._holes: list[tuple[int, int]] = []  # address, bytes
 
     def malloc(self, size: int, stream: Hashable = 0, role: int = TRANSIENT) -> Block:
-        """A block of at least `size` bytes."""
         granule = self._granule
         size = (size + granule - 1) & -granule or granule
         pools = self._pools.get(stream)
@@ -152,11 +151,7 @@ class CachingAllocator:
         block.role = role
 
     def free(self, block: Block) -> None:
-        """Free a block.
-
-        Raises:
-            ValueError: it was freed before.
-        """
+        """Raises ValueError if the block was freed before."""
         if not block.in_use:
             raise ValueError(f"the block at {block.address} was freed before")
         if self._rising:
@@ -168,6 +163,11 @@ class CachingAllocator:
     def free_all(self, blocks: Iterable[Block]) -> None:
         for block in list(blocks):
             self.free(block)
+
+    def clear(self, blocks: list[Block]) -> None:
+        """Free all blocks of a list, and empty it."""
+        self.free_all(blocks)
+        blocks.clear()
 
     def empty_cache(self) -> list[int]:
         """Release every segment that is wholly free, except those of graphs. Returns their addresses."""
@@ -197,12 +197,10 @@ class CachingAllocator:
         self._at_peak, self._rising = self.by_role.copy(), False
 
     def _new_pools(self) -> tuple[FreeBlocks, FreeBlocks]:
-        """The free blocks of a new stream: large ones, and small ones."""
         granule = self._granule
         return FreeBlocks(False, SMALL + 1 if granule == GPU_BLOCK else granule), FreeBlocks(True, granule)
 
     def _take(self, pool: FreeBlocks, size: int) -> Block:
-        """A block of at least `size` bytes, which is no longer in the pool."""
         at = bisect_left(pool.keys, size << ADDRESS_BITS)
         return pool.blocks.pop(pool.keys.pop(at)) if at < len(pool.keys) else self._segment(pool, size)
 

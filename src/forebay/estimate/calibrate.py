@@ -82,10 +82,7 @@ def seconds_in_a_step(run: Callable[[], Any], device: torch.device) -> float:
     if device.type != "cuda":
         return seconds(run, device)
     inner = _long_enough(run, device)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(inner):
-            run()
+    graph = _captured(run, inner)
     hot = torch.randn(_HEAT, _HEAT, device=device, dtype=torch.bfloat16)
 
     def heat() -> None:
@@ -93,6 +90,14 @@ def seconds_in_a_step(run: Callable[[], Any], device: torch.device) -> float:
             hot @ hot
 
     return statistics.median(_once(graph.replay, device, 1, heat) for _ in range(_TIMES)) / inner
+
+
+def _captured(run: Callable[[], Any], times: int) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(times):
+            run()
+    return graph
 
 
 def _long_enough(run: Callable[[], Any], device: torch.device) -> int:
@@ -126,7 +131,7 @@ def products(device: torch.device, sizes: Sizes, dtype: torch.dtype) -> Curve:
         a, b = torch.randn(m, k, device=device, dtype=dtype), torch.randn(k, n, device=device, dtype=dtype)
         flops = 2.0 * m * k * n
         found.append([flops, flops / seconds_in_a_step(partial(torch.matmul, a, b), device)])
-    return _ascending(found)
+    return sorted(found)
 
 
 def grouped(device: torch.device, sizes: Sizes, weights: bool) -> Curve:
@@ -144,7 +149,7 @@ def grouped(device: torch.device, sizes: Sizes, weights: bool) -> Curve:
             left, right = a, torch.randn(experts, n, k, device=device, dtype=torch.bfloat16).transpose(-2, -1)
         flops = 2.0 * experts * rows * k * n
         found.append([flops, flops / timed(partial(F.grouped_mm, left, right, offs=ends), device)])
-    return _ascending(found)
+    return sorted(found)
 
 
 def attention(device: torch.device, sizes: Sizes, copied: float) -> tuple[float, float]:
@@ -178,7 +183,7 @@ def bandwidth(device: torch.device, sizes: Sizes) -> Curve:
         target = torch.empty_like(source)
         took = seconds_in_a_step(partial(torch.neg, source, out=target), device)
         found.append([2.0 * size, 2.0 * size / took])
-    return _ascending(found)
+    return sorted(found)
 
 
 def host_link(device: torch.device, sizes: Sizes, ready: Callable[[], Any] = lambda: None) -> tuple[float, float]:
@@ -279,11 +284,7 @@ def kernel(device: torch.device) -> float:
     x = torch.zeros(1, device=device)
     x.add_(1)
     torch.cuda.synchronize(device)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(_TINY):
-            x.add_(1)
-    return seconds(graph.replay, device) / _TINY
+    return seconds(_captured(partial(x.add_, 1), _TINY).replay, device) / _TINY
 
 
 def collectives(device: torch.device, sizes: Sizes, group: dist.ProcessGroup | None) -> tuple[Curve, float, float]:
@@ -302,7 +303,7 @@ def collectives(device: torch.device, sizes: Sizes, group: dist.ProcessGroup | N
     part = torch.randn(whole.numel() // count, device=device).to(torch.bfloat16)
     gather = _slowest(lambda: dist.all_gather_into_tensor(whole, part, group=group), device, group)
     reduce = _slowest(lambda: dist.reduce_scatter_tensor(part, whole, group=group), device, group)
-    return _ascending(curve), size * away / gather, size * away / reduce
+    return sorted(curve), size * away / gather, size * away / reduce
 
 
 def contention(device: torch.device, sizes: Sizes, group: dist.ProcessGroup | None) -> float:
@@ -350,10 +351,6 @@ def _slowest(run: Callable[[], Any], device: torch.device, group: dist.ProcessGr
     return float(took)
 
 
-def _ascending(found: Curve) -> Curve:
-    return [[size, rate] for size, rate in sorted({size: rate for size, rate in found}.items())]
-
-
 _HOST = ("host_out", "host_back", "host_both")
 _LINKS = ("all_to_all", "all_gather", "reduce_scatter")
 
@@ -361,11 +358,8 @@ _LINKS = ("all_to_all", "all_gather", "reduce_scatter")
 def save_profile(path: Path) -> DeviceProfile | None:
     """Measure this process's GPU, and write the profile. Collective; returns None on all processes but the first.
 
-    A process alone does not measure links to other GPUs: those figures are the H200's, marked as estimated.
-
-    Raises:
-        UsageError: there is no GPU, or `path` is not a possible file.
-        RunError: the file cannot be written.
+    A process alone does not measure links to other GPUs: those figures are the H200's, marked as estimated. Raises UsageError if
+    there is no GPU, or `path` is not a possible file, and RunError if the file cannot be written.
     """
     if not torch.cuda.is_available():
         raise UsageError(
@@ -397,11 +391,7 @@ def save_profile(path: Path) -> DeviceProfile | None:
 
 
 def check_path(path: Path) -> None:
-    """Check the path before anything is measured.
-
-    Raises:
-        UsageError: it cannot be a file.
-    """
+    """Raises UsageError if `path` cannot be a file, before anything is measured."""
     if path.is_dir():
         raise UsageError(f"--save-profile {path} is a folder; valid is the name of a file to write")
     if not path.absolute().parent.is_dir():
@@ -435,11 +425,8 @@ def measured(device: torch.device, sizes: Sizes) -> dict[str, Any]:
 
 
 def measured_links(device: torch.device, sizes: Sizes, on_node: int) -> dict[str, Any]:
-    """Values of the figures of the links between the processes of the default group. Collective.
-
-    Args:
-        on_node: processes of each machine. Within a node and, with several machines, between nodes.
-    """
+    """Values of the figures of the links between the processes of the default group, `on_node` of them on each machine: within
+    a node and, with several machines, between nodes. Collective."""
     found: dict[str, Any] = {}
     count = dist.get_world_size()
     group = None

@@ -7,7 +7,6 @@ wrote: a JSON object with "name", "title", "node" (GPUs of one host), and every 
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 from collections.abc import Mapping
@@ -18,7 +17,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from forebay.errors import parsed
+from forebay.errors import nearest, parsed
 from forebay.memory.timeline import DUPLEX_RATE_SHARE
 
 DEFAULT = "h200"
@@ -80,13 +79,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class DeviceProfile:
-    """A device.
-
-    Attributes:
-        name, title: short and full name.
-        node: GPUs of one host.
-        figures: by the names of `FIGURES`.
-    """
+    """A device: its short and full name, GPUs of one host, and figures by the names of `FIGURES`."""
 
     name: str
     title: str
@@ -96,7 +89,7 @@ class DeviceProfile:
     def at(self, name: str, size: float = 0.0) -> float:
         return self.figures[name].at(size)
 
-    def link(self, name: str, within: bool, size: float = 0.0) -> float:
+    def link(self, name: str, within: bool, size: float) -> float:
         """The rate of a collective within a node, or between nodes."""
         return self.at(name if within else f"{name}_between", size)
 
@@ -127,22 +120,16 @@ def names() -> tuple[str, ...]:
 
 
 def load(source: str) -> DeviceProfile:
-    """The profile of a name or a file.
-
-    Raises:
-        ValueError: it is neither, or a file that cannot be read or lacks a figure.
-    """
+    """The profile of a name or a file. Raises ValueError if it is neither, or a file that cannot be read or lacks a figure."""
     known = names()
     if source.lower() in known:
         text = (resources.files("forebay.estimate") / "devices" / f"{source.lower()}.json").read_text("utf-8")
         return of_dict(json.loads(text), source)
     path = Path(source).expanduser()
     if not path.is_file():
-        near = difflib.get_close_matches(source.lower(), known, 1, 0.3)
-        hint = f"did you mean {near[0]!r}? " if near else ""
         raise ValueError(
-            f"device {source!r} is neither a profile nor a file; {hint}valid profiles are {', '.join(known)}, "
-            "and any file that 'forebay doctor --save-profile FILE' wrote"
+            f"device {source!r} is neither a profile nor a file; {nearest(source.lower(), known, 'name')}valid profiles are "
+            f"{', '.join(known)}, and any file that 'forebay doctor --save-profile FILE' wrote"
         )
     try:
         raw = parsed(json.loads, path.read_text("utf-8"))
@@ -152,11 +139,7 @@ def load(source: str) -> DeviceProfile:
 
 
 def of_dict(raw: Any, origin: str) -> DeviceProfile:
-    """The profile of a JSON object.
-
-    Raises:
-        ValueError: a figure is missing, unknown or invalid.
-    """
+    """The profile of a JSON object. Raises ValueError if a figure is missing, unknown or invalid."""
     if not isinstance(raw, Mapping):
         raise ValueError(
             f"device profile {origin} is not a JSON object; valid is what 'forebay doctor --save-profile FILE' writes"

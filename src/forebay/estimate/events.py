@@ -1,54 +1,28 @@
 """The allocation events of a part of a model, derived from the log of its operations on fake tensors.
 
 Input: the `Log`s of a part's forward and backward, and the numbers of its named storages. Output: `PartEvents`, which
-`forebay.estimate.walk_step` plays on an allocator. An uncompiled part allocates and frees in the order of its log. A
+`forebay.estimate.walk` plays on an allocator. An uncompiled part allocates and frees in the order of its log. A
 compiled one does not materialize recomputable storages unless an operation that is not fused (a GEMM, attention, the
 experts) reads them: in forward they are freed after their last reader, and in backward they are made again before it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 
 from forebay.estimate.kernel_order import least_peak_order
-from forebay.estimate.types import (
-    EXPERTS_END,
-    FINAL_NORM_BACKWARD,
-    FINAL_NORM_END,
-    GATE_UP_GRAD,
-    MATMUL,
-    AllocEvent,
-    Freed,
-    Log,
-    Mark,
-    NewStorage,
-    Op,
-    PartEvents,
-)
-
-
-class NamedStorages(NamedTuple):
-    """The storages of a part that its logs do not name; see `PartEvents`. `saved` is in order; in a compiled sublayer these are
-    the origins of what autograd saved."""
-
-    x: int
-    output: int
-    gradient: int
-    dx: int
-    weight_grads: Mapping[int, str]
-    saved: tuple[int, ...]
-    transferred: frozenset[int]
-    experts_x: int = -1
-    experts_h: int = -1
+from forebay.estimate.types import AllocEvent, Freed, Log, Mark, NewStorage, Op, PartEvents
 
 
 def part_events(
-    forward: Log, backward: Log, named: NamedStorages, compiled: bool, no_grad: Log | None = None, pieces: bool = False
+    forward: Log, backward: Log, named: PartEvents, compiled: bool, no_grad: Log | None = None, pieces: bool = False
 ) -> PartEvents:
     """The events of a part.
 
     Args:
+        named: its storages, which the logs do not name, without events. In a compiled sublayer, `saved` are the origins of what
+            autograd saved.
         no_grad: log of its forward without a graph; not read if `compiled`.
         pieces: the experts run between pieces of compiled code, not within.
     """
@@ -109,7 +83,7 @@ def _cut_at(log: Log, number: int) -> tuple[Log, dict[int, frozenset[int]]]:
 
 
 def _finished(
-    f: list[AllocEvent], b: list[AllocEvent], alone: list[AllocEvent], second: list[AllocEvent], named: NamedStorages
+    f: list[AllocEvent], b: list[AllocEvent], alone: list[AllocEvent], second: list[AllocEvent], named: PartEvents
 ) -> PartEvents:
     """The events of a part, from those of its forward `f`, its backward `b`, its forward without a graph, and its second run."""
     f, b, alone = (_first_matmul_only(events) for events in (f, b, alone))
@@ -118,23 +92,22 @@ def _finished(
     b = _without(b, (named.x, named.output, named.gradient), frees=False)
     b += [(n, 0) for n in sorted(set(never_freed)) if n != named.output]  # such as router outputs
     b = _without(b, (named.dx, named.output), frees=True)
-    return PartEvents(
-        tuple(f), tuple(b), tuple(alone), named.x, named.output, named.gradient, named.dx, named.x in named.saved,
-        named.weight_grads, named.transferred, tuple(n for n in named.saved if n >= 0),
-        tuple(second), named.experts_x, named.experts_h,
-    )  # fmt: skip
+    saved = tuple(n for n in named.saved if n >= 0)
+    return replace(
+        named, forward=tuple(f), backward=tuple(b), forward_no_grad=tuple(alone), second_run=tuple(second), saved=saved
+    )
 
 
-def head_events(forward: Log, backward: Log, named: NamedStorages, normed: int, normed_gradient: int) -> PartEvents:
+def head_events(forward: Log, backward: Log, named: PartEvents, normed: int, normed_gradient: int) -> PartEvents:
     """The events of a head whose norm is compiled, and whose loss is not.
 
     Args:
         normed, normed_gradient: the norm's result, and its gradient.
     """
-    at, back = forward.index(Mark(FINAL_NORM_END)), backward.index(Mark(FINAL_NORM_BACKWARD))
+    at, back = forward.index(Mark.FINAL_NORM_END), backward.index(Mark.FINAL_NORM_BACKWARD)
     made = {m.number: m for entry in forward[:at] if isinstance(entry, Op) for m in entry.made}
     kept = {n for n in named.saved if n in made and not made[n].recomputable}
-    norm = named._replace(output=normed, gradient=normed_gradient, saved=tuple(kept))
+    norm = replace(named, output=normed, gradient=normed_gradient, saved=tuple(kept))
     n_forward = _ordered_forward(forward[:at], norm, kept)
     n_backward = _ordered_backward(backward[back + 1 :], norm, made, kept)
     f = [*_compiled_forward(n_forward, norm, kept), *_in_order(forward[at:])]
@@ -144,22 +117,23 @@ def head_events(forward: Log, backward: Log, named: NamedStorages, normed: int, 
     return _finished(f, b, [], [], named)
 
 
-def _second_run(log: Log, named: NamedStorages) -> list[AllocEvent]:
+def _second_run(log: Log, named: PartEvents) -> list[AllocEvent]:
     """The part of a forward that a checkpoint runs again. It ends with the last operation that makes a saved tensor, as torch's
     `early_stop` does."""
     saved = set(named.saved)
     makes = [at for at, entry in enumerate(log) if isinstance(entry, Op) and any(m.number in saved for m in entry.made)]
     if not makes:
         return []
-    last = log[makes[-1]]
-    assert isinstance(last, Op)
-    # An operation with workspaces has several entries, which share what it reads.
-    end = max(
-        at for at, entry in enumerate(log) if isinstance(entry, Op) and (entry is last or entry.reads is last.reads)
-    )
-    events = _in_order(log[: end + 1])
+    events = _in_order(log[: _end_of(log, makes[-1])])
     gone = {named.x, *saved}
     return events + [(n, 0) for n in _never_freed(events) if n not in gone]
+
+
+def _end_of(log: Log, at: int) -> int:
+    """The position after an operation, which has several entries if it has workspaces: they share what it reads."""
+    op = log[at]
+    assert isinstance(op, Op)
+    return 1 + max(n for n, entry in enumerate(log) if isinstance(entry, Op) and (n == at or entry.reads is op.reads))
 
 
 def _never_freed(events: Sequence[AllocEvent]) -> list[int]:
@@ -170,7 +144,7 @@ def _never_freed(events: Sequence[AllocEvent]) -> list[int]:
 def _first_matmul_only(events: Iterable[AllocEvent]) -> list[AllocEvent]:
     found, seen = [], False
     for event in events:
-        if event == (-1, MATMUL):
+        if event == (-1, Mark.MATMUL):
             if seen:
                 continue
             seen = True
@@ -191,11 +165,11 @@ def _in_order(log: Log) -> list[AllocEvent]:
         elif isinstance(entry, Freed):
             found.append((entry.number, 0))
         else:
-            found.append((-1, entry.number))
+            found.append((-1, entry))
     return found
 
 
-def _without_graph(log: Log, named: NamedStorages) -> list[AllocEvent]:
+def _without_graph(log: Log, named: PartEvents) -> list[AllocEvent]:
     """The log has numbers of its own. Its output is the storage that is made last and is not freed."""
     events = _in_order(log)
     stays = _never_freed(events)
@@ -205,28 +179,19 @@ def _without_graph(log: Log, named: NamedStorages) -> list[AllocEvent]:
     return [(named.output if n == output else n, size) for n, size in events if n != output or size] + rest
 
 
-def _compiled_forward(log: Log, named: NamedStorages, kept: set[int]) -> list[AllocEvent]:
+def _compiled_forward(log: Log, named: PartEvents, kept: set[int]) -> list[AllocEvent]:
     stays = kept | {named.output}
     materialized = _read_unfused(log) | stays
-    last = _last_compiled_reads(log, materialized)
-    ends = _by_position(last)
-    found: list[AllocEvent] = []
-    live: set[int] = set()  # materialized, and neither saved nor the output
-    for at, entry in enumerate(log):
-        if isinstance(entry, Mark):
-            found.append((-1, entry.number))
-            continue
-        if isinstance(entry, Op):
-            made = _materialized(entry, materialized)
-            found += [(m.number, m.size) for m in made]
-            live.update(m.number for m in made if m.number not in stays)
-        freed = ends.get(at, []) if isinstance(entry, Op) else [entry.number] if entry.number not in last else []
-        found += [(n, 0) for n in freed if n in live]
-        live.difference_update(freed)
-    return found + [(n, 0) for n in sorted(live)]
+    live: set[int] = set()  # materialized
+
+    def makes(op: Op) -> dict[int, int]:
+        return {m.number: m.size for m in _materialized(op, materialized)}
+
+    found = _with_frees(log, makes, _last_compiled_reads(log, materialized), live, stays, {})
+    return found + [(n, 0) for n in sorted(live - stays)]
 
 
-def _compiled_backward(log: Log, named: NamedStorages, made: dict[int, NewStorage], kept: set[int]) -> list[AllocEvent]:
+def _compiled_backward(log: Log, named: PartEvents, made: dict[int, NewStorage], kept: set[int]) -> list[AllocEvent]:
     materialized = _read_unfused(log) | {named.dx, *named.weight_grads}
     needed = _last_compiled_reads(log, materialized)
     released = _releases(needed, named, made, kept)
@@ -234,25 +199,47 @@ def _compiled_backward(log: Log, named: NamedStorages, made: dict[int, NewStorag
     last = {n: at for n, at in needed.items() if n not in named.weight_grads}
     there = {m.number for entry in log if isinstance(entry, Op) for m in entry.made}
     waiting = {n: origins for n, origins in _recomputed(log, made, kept).items() if n not in there}
-    ends = _by_position(last)
-    found: list[AllocEvent] = [(n, 0) for n in released.get(-1, ())]
-    live = {named.gradient}
+
+    def makes(op: Op) -> dict[int, int]:
+        again = {n: made[n].size for n in _recomputed_for(op, waiting)}
+        for n in again:
+            del waiting[n]
+        return again | {m.number: m.size for m in _materialized(op, materialized)}
+
+    first = [(n, 0) for n in released.get(-1, ())]
+    return first + _with_frees(log, makes, last, {named.gradient}, frozenset(), released)
+
+
+def _with_frees(
+    log: Log,
+    makes: Callable[[Op], Mapping[int, int]],
+    last: Mapping[int, int],
+    live: set[int],
+    stays: Collection[int],
+    released: Mapping[int, Sequence[int]],
+) -> list[AllocEvent]:
+    """What operations make, freed after the operation that reads it last, or else where the log frees it.
+
+    Args:
+        last: positions of the operations that read each storage last.
+        live: storages that are there; changed to those that are left.
+        stays: those that are not freed.
+        released: by position, what is freed besides.
+    """
+    ends, found = _by_position(last), list[AllocEvent]()
     for at, entry in enumerate(log):
         if isinstance(entry, Mark):
-            found.append((-1, entry.number))
+            found.append((-1, entry))
             continue
         if isinstance(entry, Op):
-            new = {n: made[n].size for n in _recomputed_for(entry, waiting)}
-            waiting = {n: origins for n, origins in waiting.items() if n not in new}
-            new |= {m.number: m.size for m in _materialized(entry, materialized)}
+            new, freed = makes(entry), ends.get(at, [])
             found += new.items()
             live.update(new)
-            freed = ends.get(at, [])
         else:
             freed = [] if entry.number in last else [entry.number]
-        found += [(n, 0) for n in freed if n in live]
-        live.difference_update(freed)
-        found += [(n, 0) for n in released.get(at, ())]
+        gone = [n for n in freed if n in live and n not in stays]
+        live.difference_update(gone)
+        found += [(n, 0) for n in (*gone, *released.get(at, ()))]
     return found
 
 
@@ -262,7 +249,7 @@ def _recomputed_apart(backward: Log, made: dict[int, NewStorage], kept: set[int]
     The experts save what they read as it is (`OpRecorder.experts_inputs`), and free it. The compiled piece before them does not
     know that: its backward makes what it can recompute again, such as the norm's result, which `made` gets another number for.
     """
-    ends = [at for at, entry in enumerate(backward) if entry == Mark(EXPERTS_END)]
+    ends = [at for at, entry in enumerate(backward) if entry == Mark.EXPERTS_END]
     shared = sorted(n for n in kept if made[n].recomputable)
     if not ends or not shared:
         return backward
@@ -276,12 +263,12 @@ def _recomputed_apart(backward: Log, made: dict[int, NewStorage], kept: set[int]
     return [*backward[: ends[-1]], *rest]
 
 
-def _ordered_forward(log: Log, named: NamedStorages, kept: set[int]) -> Log:
+def _ordered_forward(log: Log, named: PartEvents, kept: set[int]) -> Log:
     outputs = kept | {named.output}
     return least_peak_order(log, _read_unfused(log) | outputs, outputs, {})
 
 
-def _ordered_backward(log: Log, named: NamedStorages, made: dict[int, NewStorage], kept: set[int]) -> Log:
+def _ordered_backward(log: Log, named: PartEvents, made: dict[int, NewStorage], kept: set[int]) -> Log:
     """Compiled code is one node of autograd's graph: weights' gradients are freed after it. gate_up's is made by a node outside
     of it, afterwards (`forebay.moe.wgrad`)."""
     inside, after = _without_last_weight_gradient(log)
@@ -300,12 +287,10 @@ def _ordered_backward(log: Log, named: NamedStorages, made: dict[int, NewStorage
 
 def _without_last_weight_gradient(log: Log) -> tuple[Log, Log]:
     """The log, and the part of it that makes gate_up's gradient."""
-    marked = next((at for at, entry in enumerate(log) if entry == Mark(GATE_UP_GRAD)), 0)
+    marked = next((at for at, entry in enumerate(log) if entry == Mark.GATE_UP_GRAD), 0)
     if not marked:
         return log, []
-    begin = log[marked - 1]
-    assert isinstance(begin, Op)
-    end = max(at for at, entry in enumerate(log) if isinstance(entry, Op) and entry.reads is begin.reads) + 1
+    end = _end_of(log, marked - 1)
     moved = log[marked - 1 : end]
     made = {m.number for entry in moved if isinstance(entry, Op) for m in entry.made}
     frees = [entry for entry in log[end:] if isinstance(entry, Freed) and entry.number in made]
@@ -333,7 +318,7 @@ def _materialized(op: Op, wanted: set[int]) -> list[NewStorage]:
 
 
 def _releases(
-    last: dict[int, int], named: NamedStorages, made: dict[int, NewStorage], kept: set[int]
+    last: dict[int, int], named: PartEvents, made: dict[int, NewStorage], kept: set[int]
 ) -> dict[int, list[int]]:
     """Saved storages by the position in the log of the last operation that reads them or anything recomputed from them; -1 for
     none."""

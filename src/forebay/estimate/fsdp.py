@@ -29,15 +29,12 @@ DEFAULT = "default"
 
 
 class GroupParam(NamedTuple):
-    """A parameter of a group. Sizes are elements.
+    """A parameter of a group. Sizes are elements: of the rank's shard, of what the rank computes with, and of the parameter that
+    is initialized.
 
     Attributes:
         kind: "embedding", "head", or "".
-        own: of the rank's shard.
-        whole: of what the rank computes with.
-        drawn: of the parameter that is initialized.
         vector: it has one dimension.
-        frozen: it is not trained.
         lent: the rank computes with it in its shard's memory.
         split: that is split; see `forebay.train.weights_in_place`.
     """
@@ -72,7 +69,6 @@ class ParamGroup:
 
     @property
     def own(self) -> int:
-        """Elements of the rank's shard."""
         return sum(p.own for p in self.params)
 
     @property
@@ -90,33 +86,30 @@ def param_groups(
 ) -> list[ParamGroup]:
     """The groups in the order in which FSDP2 finds its modules: what no other group has, embedding, layers, head."""
     s = sharing
-    first = weights.embedding if embedding else ()
-    norm = [w for w in weights.head if len(w.shape) < 2] if head else []
-    last = [w for w in weights.head if len(w.shape) > 1] if head else []
+    first = [(w, "embedding") for w in weights.embedding] if embedding else []
+    norm = [(w, "") for w in weights.head if len(w.shape) < 2] if head else []
+    last = [(w, "head") for w in weights.head if len(w.shape) > 1] if head else []
     if s.pp > 1 and not weights.tied:
-        found = [_group(-1, norm, s), _group(-1, first, s, "embedding")]
+        found = [_group(-1, norm, s), _group(-1, first, s)]
     else:
-        whole, last = [*first, *norm, *last], []
-        kinds = ["embedding"] * len(first) + [""] * len(norm) + ["head"] * (len(whole) - len(first) - len(norm))
-        found = [_group(-1, whole, s, *kinds)]
+        found, last = [_group(-1, [*first, *norm, *last], s)], []
     for layer in layers:
-        number, every = layer.number, weights.of(layer)
-        others, experts = [w for w in every if not w.experts], [w for w in every if w.experts]
+        number, every = layer.number, [(w, "") for w in weights.of(layer)]
+        others, experts = ([one for one in every if one[0].experts == apart] for apart in (False, True))
         if s.apart and experts:
             found += [_group(number, others, s), _group(number, experts, s)]
         else:
             found.append(_group(number, every, s))
-    found.append(_group(-1, last, s, "head"))
+    found.append(_group(-1, last, s))
     return [group for group in found if group.params]
 
 
-def _group(place: int, weights: Sequence[Weight], s: Sharing, *kinds: str) -> ParamGroup:
-    """`kinds`: of all weights, or one of each."""
-    experts = s.apart and all(w.experts for w in weights)
+def _group(place: int, weights: Sequence[tuple[Weight, str]], s: Sharing) -> ParamGroup:
+    """`weights`: each with its `kind`."""
+    experts = s.apart and all(w.experts for w, _ in weights)
     processes = s.data // s.ep if experts else s.data
-    kinds = kinds if len(kinds) == len(weights) else (kinds or ("",)) * len(weights)
     params, by_rows = [], True
-    for w, kind in zip(weights, kinds, strict=True):
+    for w, kind in weights:
         shape = (w.shape[0] // s.ep, *w.shape[1:]) if w.experts else w.shape
         whole = math.prod(shape)
         own = shard_length(shape, processes, experts) if s.sharded else whole
@@ -177,31 +170,25 @@ class PersistentState:
     """Parameters and moments, in the order of the parameters.
 
     The optimizer makes both moments and a step count for each parameter in its first step: matrices, then vectors. It casts
-    gradients in parts (`forebay.train.parallel.ShardedAdamW`).
-
-    Args:
-        random: parameters are initialized, not loaded. Each is initialized whole, before the one before it is freed; so are the
-            tensors that FSDP2 casts.
+    gradients in parts (`forebay.train.parallel.ShardedAdamW`). If parameters are initialized, not loaded, each is whole before
+    the one before it is freed; so are the tensors that FSDP2 casts.
     """
 
     def __init__(self, allocator: CachingAllocator, groups: Sequence[ParamGroup], sharing: Sharing):
         self._allocator, self._s = allocator, sharing
         self._moments: list[Block] = []
-        ordered = [(_model_order(group, p.kind), p, n) for n, group in enumerate(groups) for p in group.params]
-        ordered.sort(key=itemgetter(0))
-        self._params = [p for _, p, _ in ordered]
-        self._numbers = [number for *_, number in ordered]  # of the group of each
-        for p in self._params:
+        every = [(_model_order(group, p.kind), p, n) for n, group in enumerate(groups) for p in group.params]
+        ordered = [(p, number) for _, p, number in sorted(every, key=itemgetter(0))]
+        for p, _ in ordered:
             if p.own:
                 allocator.malloc(self._element(p) * p.own, DEFAULT, PARAMETERS)
-        last: Block | None = None
-        for p in self._params if sharing.random else ():
+        last: list[Block] = []
+        for p, _ in ordered if sharing.random else ():
             block = allocator.malloc(self._element(p) * p.drawn, DEFAULT)
-            if last is not None:
-                allocator.free(last)
-            last = block
-        if last is not None:
-            allocator.free(last)
+            allocator.free_all(last)
+            last = [block]
+        allocator.free_all(last)
+        self._trained = [(p, number) for p, number in ordered if p.own and not p.frozen]  # and the group of each
 
     def optimize(self, is_late: Callable[[int], bool]) -> None:
         """An update. `is_late`: that of the lifecycle."""
@@ -217,25 +204,21 @@ class PersistentState:
                 # The root of the second moments, of all parameters at once.
                 held += [self._allocator.malloc(size, DEFAULT) for size in sizes if not s.fused]
                 self._allocator.free_all(reversed(held))  # a list drops its last first
-        for size in [s.parameter * p.own for p, _ in self._trained() if p.split] if first else ():
+        for size in [s.parameter * p.own for p, _ in self._trained if p.split] if first else ():
             self._moments += [self._allocator.malloc(n, DEFAULT, OPTIMIZER) for n in (4, size, size)]
-
-    def _trained(self) -> list[tuple[GroupParam, int]]:
-        """Trained parameters, and the group of each."""
-        return [(p, n) for p, n in zip(self._params, self._numbers, strict=True) if p.own and not p.frozen]
 
     def _sizes(self, vectors: bool, is_late: Callable[[int], bool], late: bool) -> list[int]:
         """Bytes of the trained shards that are not split, of groups for which `is_late` is `late`."""
-        trained = [(p, n) for p, n in self._trained() if not p.split]
-        return [self._s.parameter * p.own for p, n in trained if p.vector == vectors and is_late(n) == late]
+        trained = [(p, n) for p, n in self._trained if not p.split and p.vector == vectors]
+        return [self._s.parameter * p.own for p, n in trained if is_late(n) == late]
 
     def _element(self, param: GroupParam) -> int:
         return self._s.frozen if param.frozen else self._s.parameter
 
 
-def _model_order(group: ParamGroup, name: str = "") -> tuple[int, int]:
+def _model_order(group: ParamGroup, kind: str) -> tuple[int, int]:
     """A key for the order of a model's parameters: embedding, layers, last norm, head."""
-    return (1, group.place) if group.place >= 0 else ({"embedding": 0, "head": 3}.get(name, 2), 0)
+    return (1, group.place) if group.place >= 0 else ({"embedding": 0, "head": 3}.get(kind, 2), 0)
 
 
 class PlainLifecycle(ParamLifecycle):
@@ -277,15 +260,13 @@ class _Sharded(ParamLifecycle):
         group, size = self._groups[number], self._s.compute
         if group.processes == 1:
             return []
-        own, cast = group.own, None
+        own = group.own
         wide = group.trained if self._s.compute != self._s.parameter else 0
         wide += own - group.trained if self._s.compute != self._s.frozen else 0
-        if wide:
-            cast = self._allocator.malloc(size * wide, buffers)
-        arriving = self._allocator.malloc(size * own * group.processes, buffers)
-        if cast is not None:
-            self._allocator.free(cast)
-        return [arriving]
+        cast = [self._allocator.malloc(size * wide, buffers)] if wide else []
+        arriving = [self._allocator.malloc(size * own * group.processes, buffers)]
+        self._allocator.free_all(cast)
+        return arriving
 
     def _copy_out(self, number: int) -> None:
         group, size, there = self._groups[number], self._s.compute, number in self._whole
@@ -295,7 +276,7 @@ class _Sharded(ParamLifecycle):
             if group.processes == 1 and self._s.compute != self._s.parameter:
                 cast.append(self._allocator.malloc(size * own, self._stream))
                 self._allocator.free_all(cast[:-1])
-                del cast[:-1]
+                cast = cast[-1:]
             if not there:
                 whole.append(self._allocator.malloc(size * own * group.processes or 1, self._stream))
         self._allocator.free_all(cast)
@@ -421,8 +402,7 @@ class FsdpLifecycle(_Sharded):
             if backward and place == "embedding":
                 self._finish(self._layers[place], last)
             elif place == "head" and not backward:  # the model's forward ends
-                self._allocator.free_all(self._arriving)
-                self._arriving = []
+                self._allocator.clear(self._arriving)
                 for n in self._layers[place] if self._s.reshard else ():
                     self._reshard(n)
         elif backward:
@@ -527,8 +507,6 @@ class UnshardedLifecycle(_Sharded):
 
     def gather(self) -> None:
         """Gather all parameters but the resharded experts', which FSDP2 makes once, before `begin_step`."""
-        if not self._s.sharded:
-            return
         resharded = self._expert_groups.values()
         if self._made:
             self._gather_all_of([n for n in range(len(self._groups)) if n not in resharded])
@@ -609,8 +587,7 @@ class UnshardedLifecycle(_Sharded):
 
     def end_step(self) -> None:
         """All sums are complete, except the embedding's if it is `late`."""
-        self._allocator.free_all(self._embedding_sum)
-        self._embedding_sum = []
+        self._allocator.clear(self._embedding_sum)
 
     def hold(self) -> None:
         """After the capture: the sums belong to the graph."""
@@ -623,9 +600,6 @@ class UnshardedLifecycle(_Sharded):
             rows: gradients of the embedded tokens of all microbatches; freed when they are summed, unless a graph owns them.
             spread: bytes that it takes for a moment to add those of one microbatch.
         """
-        if not self._s.sharded:
-            self._shards, self._sums = self._sums, {}
-            return
         for n in self._reduced_in:
             group = self._groups[n]
             if "embedding" in group.kinds and self._late:
@@ -639,8 +613,7 @@ class UnshardedLifecycle(_Sharded):
                     (self._head_sum,) = self._sums[n]
                 self._reduce(n)
             if self._in_place(n):  # resharded after it was sent
-                self._allocator.free_all(self._sending)
-                self._sending = []
+                self._allocator.clear(self._sending)
                 if not self._keep:
                     self._reshard(n)
         self._reduced()
@@ -671,3 +644,14 @@ class UnshardedLifecycle(_Sharded):
         """Free sums, except a graph's, and the head's if the embedding's sum reuses its memory."""
         kept = [*self._graph_sums, self._head_sum]
         self._allocator.free_all([block for block in sums if all(block is not other for other in kept)])
+
+
+def lifecycle(
+    allocator: CachingAllocator, groups: Sequence[ParamGroup], sharing: Sharing, stream: Any, **unsharded: bool
+) -> ParamLifecycle:
+    """The lifecycle of a run. `unsharded`: what an `UnshardedLifecycle` is told besides."""
+    if not sharing.sharded:
+        return PlainLifecycle(allocator)
+    if sharing.gathered:
+        return UnshardedLifecycle(allocator, groups, sharing, stream, **unsharded)
+    return FsdpLifecycle(allocator, groups, sharing, stream)

@@ -423,8 +423,7 @@ class _TrainerRun:
         # FSDP2 computes adapters in its own dtype; else they are in float32, as PEFT makes them.
         dtype = torch.bfloat16 if a.fsdp else torch.float32
         adapt = partial(add_lora, rank=a.lora_r, targets=a.lora_target_modules, dtype=dtype) if a.lora_r else None
-        shape = {"autocast": a.bf16, "balance": self.sums_balance}
-        traces = TraceCache(adapt, **shape)
+        traces = TraceCache(adapt, autocast=a.bf16, balance=self.sums_balance)
         plan = plan_layers(config, self.world, traces)
         return fit_run(
             config, plan, self.world, budget, device=device, auto=auto, traces=traces, sharing=self._sharing()

@@ -38,6 +38,12 @@ class _Kernel:
     def size(self) -> int:
         return sum(self.makes.values())
 
+    def absorb(self, before: _Kernel) -> None:
+        """Do what `before` does first."""
+        self.entries = before.entries + self.entries
+        self.reads = before.reads | (self.reads - before.makes.keys())
+        self.makes = before.makes | self.makes
+
 
 def least_peak_order(log: Log, materialized: Set[int], outputs: Collection[int], inputs: Mapping[int, int]) -> Log:
     """The log in the order with the lowest peak.
@@ -163,8 +169,11 @@ def _kernels(log: Log, materialized: Set[int], outputs: Collection[int]) -> tupl
             inlined.update((n, first) for n in makes)
             continue
         kernel = _Kernel(-1, list(entries), _in_memory(first.reads, inlined), makes)
-        if first.fused:
-            fused.append(_joined(fused, kernel))
+        if first.fused:  # one kernel in place of those that touch what it reads
+            for other in [k for k in fused if kernel.reads & (k.reads | k.makes.keys())]:
+                fused.remove(other)
+                kernel.absorb(other)
+            fused.append(kernel)
         else:
             found += [*fused, kernel]
             fused = []
@@ -181,18 +190,6 @@ def _made(entries: Sequence[Op | Freed | Mark]) -> dict[int, int]:
     freed = {entry.number for entry in entries if isinstance(entry, Freed)}
     ops = [entry for entry in entries if isinstance(entry, Op)]
     return {m.number: m.size for op in ops for m in op.made if m.number not in freed}
-
-
-def _joined(fused: list[_Kernel], kernel: _Kernel) -> _Kernel:
-    """One kernel in place of `kernel` and those of `fused` that touch what it reads, which leave the list."""
-    reads = kernel.reads
-    for other in [k for k in fused if reads & (k.reads | k.makes.keys())]:
-        fused.remove(other)
-        kernel = _Kernel(
-            -1, other.entries + kernel.entries, other.reads | (kernel.reads - other.makes.keys()),
-            other.makes | kernel.makes,
-        )  # fmt: skip
-    return kernel
 
 
 def _connect(kernels: Sequence[_Kernel]) -> None:
@@ -223,9 +220,7 @@ def _fused(kernels: list[_Kernel], sizes: Mapping[int, int]) -> list[_Kernel]:
         if not shared:
             continue
         found.remove(kernel)
-        other.entries = kernel.entries + other.entries
-        other.reads = kernel.reads | (other.reads - kernel.makes.keys())
-        other.makes = kernel.makes | other.makes
+        other.absorb(kernel)
         _connect(found)
     found = _after_sources(found, _place)
     for index, kernel in enumerate(found):

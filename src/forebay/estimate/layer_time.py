@@ -14,7 +14,7 @@ from types import MappingProxyType
 from forebay.config import Config
 from forebay.estimate.device import DeviceProfile
 from forebay.estimate.routing import EvenRouting
-from forebay.estimate.state import Sharing
+from forebay.estimate.state import SAME_HOST, Sharing
 from forebay.estimate.types import ModelTrace, OpCost, PartTrace
 from forebay.pipeline.partition import StageLayer
 
@@ -78,7 +78,6 @@ class KernelTime:
 
     @property
     def computing(self) -> float:
-        """Seconds without all-to-alls."""
         return self.compute + self.weight_grads
 
     @property
@@ -121,7 +120,6 @@ class Clock:
 
     @classmethod
     def of(cls, device: DeviceProfile, config: Config, routing: EvenRouting, sharing: Sharing) -> Clock:
-        """The clock of a run."""
         p = config.parallel
         sums = 2 * sharing.summed / sharing.compute if sharing.adds_in_place else 0.0
         return cls(device, p.ep, sharing.compute == 4, routing.crossing_share(p.ep, device.node, p.dispatch), sums)
@@ -207,12 +205,17 @@ benchmarks/results/paging_ep2_*.md 5 %."""
 
 def dispatch_wait(config: Config) -> float:
     """Seconds by which a dispatch of exact sizes is slower than one with a capacity."""
-    parallel = config.parallel
-    if parallel.ep == 1:
+    if config.parallel.ep == 1:
         return 0.0
-    if parallel.dispatch == "symmetric" or (parallel.dispatch == "auto" and parallel.ep <= 8):
+    if is_symmetric(config):
         return 0.0 if config.step.capacity_factor else _SYNCHRONIZED["symmetric"]
     return _SYNCHRONIZED["nccl"]
+
+
+def is_symmetric(config: Config) -> bool:
+    """Whether the token dispatcher copies directly to other GPUs' memory."""
+    p = config.parallel
+    return p.dispatch == "symmetric" or (p.dispatch == "auto" and p.ep <= SAME_HOST)
 
 
 # What the host does, in operations of the profile's `launch`, which `forebay.estimate.calibrate` measures. Fitted together to
@@ -255,11 +258,8 @@ class LayerTimer:
     statistics: bool = True
 
     def layer(self, here: StageLayer, placements: Mapping[str, str] = _KEPT) -> tuple[KernelTime, KernelTime]:
-        """A layer's forward, with the wait for the exact sizes of a token dispatch, and its backward.
-
-        Args:
-            placements: by the name of a sublayer; the default is "keep".
-        """
+        """A layer's forward, with the wait for the exact sizes of a token dispatch, and its backward. `placements`: by the name
+        of a sublayer; the default is "keep"."""
         layer = self.trace.layers[here.number]
         forward = backward = NO_TIME
         for name, part in layer.on(here):
@@ -274,15 +274,16 @@ class LayerTimer:
         return forward, backward
 
     def end(self, part: PartTrace) -> tuple[KernelTime, KernelTime]:
-        """Forward and backward of the embedding or the head."""
+        """The embedding or the head."""
         forward, backward = self.clock.both_ways(part)
         return self._launched(forward), self._launched(backward)
 
     def sublayer(self, part: PartTrace, placement: str) -> tuple[KernelTime, KernelTime]:
-        """A sublayer's forward and backward."""
         config = self.config
         direct = config.memory.compile or (config.has_engine and config.parallel.ep * config.parallel.pp == 1)
-        around = (SUBLAYER_DIRECT if direct else SUBLAYER) + CUT * config.cuts_at_dispatch + _storing(part, placement)
+        tensors = len(part.events.saved) if part.events is not None else 1
+        storing = {"offload": OFFLOADED * tensors, "stash": STASHED}.get(placement, 0.0)
+        around = (SUBLAYER_DIRECT if direct else SUBLAYER) + CUT * config.cuts_at_dispatch + storing
         ahead, back = self.clock.both_ways(part)
         forward = self._launched(ahead, around + _transfers(part.forward_ops))
         backward = self._launched(back, around + _transfers(part.backward_ops))
@@ -300,9 +301,3 @@ class LayerTimer:
 
 def _transfers(ops: Iterable[OpCost]) -> int:
     return ALL_TO_ALL * sum(op.kind == "all_to_all" for op in ops)
-
-
-def _storing(part: PartTrace, placement: str) -> float:
-    if placement == "offload":
-        return OFFLOADED * (len(part.events.saved) if part.events is not None else 1)
-    return STASHED if placement == "stash" else 0

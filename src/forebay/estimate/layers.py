@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 from rich.table import Table
@@ -20,7 +20,7 @@ from forebay.estimate.device import DEFAULT, DeviceProfile
 from forebay.estimate.device import load as load_device
 from forebay.estimate.layer_time import Clock, KernelTime, LayerTimer
 from forebay.estimate.routing import EvenRouting
-from forebay.estimate.state import Sharing
+from forebay.estimate.state import SAME_HOST, Sharing
 from forebay.estimate.step_time import Beside, Elements, ShardingTime
 from forebay.estimate.trace_cache import TraceCache
 from forebay.estimate.types import GPU_BLOCK, PartTrace, Shape, StageLayers
@@ -41,17 +41,13 @@ from forebay.train import hf_io
 from forebay.train.fast_path import Outline, choose_path
 from forebay.train.parallel import experts_in
 
-SAME_HOST = 8  # GPUs of one host, which reach each other's memory: dispatch = "auto" asks for that
-
 
 @dataclass(frozen=True)
 class LayerPlan:
     """The partition of a model's layers.
 
     Attributes:
-        schedule: of the pipeline.
-        microbatches: of a step.
-        tokens: of a microbatch.
+        microbatches, tokens: of a step, and of a microbatch.
         partition: as configured, with time (seconds on an H200) and memory (bytes) by rank.
         even: the same number of layers on every stage, with time and memory.
         in_flight: by stage, the most microbatches held.
@@ -133,19 +129,12 @@ class LayerPlan:
 
 
 def fast_path_of(config: Config, world: int, traces: TraceCache | None = None) -> FastPath:
-    """The fast path of a run on `world` processes of hosts of 8 GPUs.
-
-    Args:
-        traces: that may know the model's configuration.
-
-    Raises:
-        UsageError: the model's configuration is wrong.
-    """
+    """The fast path of a run on `world` processes of hosts of 8 GPUs. Raises UsageError if the model's configuration is wrong."""
     near = config.parallel.ep <= SAME_HOST, world <= SAME_HOST
     traces = traces or TraceCache()
 
     def outline(declared: Any) -> Outline:
-        facts = traces.facts(config.model, declared)
+        facts = traces.facts(config)
         return Outline(facts.weights.sizes, facts.paths, facts.sublayers)
 
     declared = partial(traces.declared, config)
@@ -155,19 +144,15 @@ def fast_path_of(config: Config, world: int, traces: TraceCache | None = None) -
 def plan_layers(config: Config, world: int = 0, traces: TraceCache | None = None) -> LayerPlan:
     """The plan of a run on `world` processes; 0 means as few as `config` can run on: `Config.processes`.
 
-    Args:
-        traces: to reuse, and to add to.
-
     Raises:
         UsageError: what `check_world`, `forebay.train.hf_io.configuration`, `TraceCache.trace` and `partition_of` raise.
     """
     world, traces = world or config.processes, traces or TraceCache()
     check_world(config, world)
     config = fast_path_of(config, world, traces).config
-    declared = traces.declared(config)
-    check_experts(config.parallel.ep, experts_in(declared))
+    check_experts(config.parallel.ep, experts_in(traces.declared(config)))
     sharing = world // config.parallel.pp
-    costs = layer_costs(config, declared, sharing_of(config, world), traces)
+    costs = layer_costs(config, sharing_of(config, world), traces)
     asked = partition_of(config, len(costs.layers), sharing, costs)
     schedule, pp, chunks, microbatches = pipeline_shape(config, sharing)
     even = even_partition(len(costs.layers), schedule, pp, chunks)
@@ -181,13 +166,13 @@ def plan_layers(config: Config, world: int = 0, traces: TraceCache | None = None
     )
 
 
-def layer_costs(config: Config, declared: Any, sharing: Sharing, traces: TraceCache) -> ModelCosts:
+def layer_costs(config: Config, sharing: Sharing, traces: TraceCache) -> ModelCosts:
     """Seconds on an H200 and saved bytes of each part for one microbatch, if all are kept.
 
     Where all-to-alls run beside another microbatch, a layer takes the longer of computing and all-to-alls.
     """
-    facts = traces.facts(config.model, declared)
-    trace = traces.trace(config.model, declared, shape_of(config, declared, sharing))
+    facts, declared = traces.facts(config), traces.declared(config)
+    trace = traces.trace(config, shape_of(config, declared, sharing))
     device = load_device(DEFAULT)
     schedule, *_, microbatches = pipeline_shape(config, sharing.batch)
     timer = LayerTimer(Clock.of(device, config, EvenRouting.of(declared), sharing), config, trace)
@@ -208,14 +193,12 @@ def layer_costs(config: Config, declared: Any, sharing: Sharing, traces: TraceCa
         return LayerCost(forward.alone + backward.alone, part.saved)
 
     first = {id(traced): number for number, traced in reversed(list(enumerate(trace.layers)))}  # of each kind
-    wholes = {kind: cost(StageLayer(number)) for kind, number in first.items()}
-    attentions = {kind: cost(StageLayer(number, mlp=False)) for kind, number in first.items()}
-    kinds = [id(traced) for traced in trace.layers]
+    alike, known = [first[id(traced)] for traced in trace.layers], cache(cost)
     return ModelCosts(
-        tuple(wholes[kind] for kind in kinds),
+        tuple(known(StageLayer(number)) for number in alike),
         end(trace.embedding),
         end(trace.head),
-        tuple(attentions[kind] for kind in kinds) if facts.weights.divisible else (),
+        tuple(known(StageLayer(number, mlp=False)) for number in alike) if facts.weights.divisible else (),
     )
 
 
@@ -284,11 +267,17 @@ def slow_link(config: Config, world: int, per_node: int, device: DeviceProfile) 
     if per_node >= world or per_node % ep == 0:
         return ""
     try:
-        declared = hf_io.declared_by(config)
+        traces = TraceCache()
+        declared = traces.declared(config)
         if not experts_in(declared):
             return ""  # the run itself says why it cannot start
-        count, transfer = _bytes_per_step(config, declared, world, per_node)
-        rate = device.link("all_to_all", False, transfer)
+        layers = traces.facts(config).weights.layers
+        moe_layers = sum(any(weight.experts for weight in layer) for layer in layers) / config.parallel.pp
+        sharing = world // config.parallel.pp
+        rows = EvenRouting.of(declared).between_nodes(ep, per_node, config.parallel.dispatch)
+        row = declared.get_text_config().hidden_size * (2 if config.model.computed_in == "bfloat16" else 4)
+        count = _TRANSFERS * moe_layers * (config.train.batch * config.train.sequence / sharing) * rows * row
+        rate = device.link("all_to_all", False, config.microbatch(sharing) * config.train.sequence * rows * row)
         cost = (
             f"each process sends {count / 1e9:.2f} GB a step over the network, about {count / rate:.3f} s at "
             f"{rate / 1e9:.1f} GB/s ({device.name}'s profile) where no computation hides it"
@@ -299,19 +288,3 @@ def slow_link(config: Config, world: int, per_node: int, device: DeviceProfile) 
         f"parallel.ep = {ep} puts groups that share experts over several nodes of {per_node}: {cost}; "
         f"parallel.ep = {math.gcd(ep, per_node)} stays inside"
     )
-
-
-def _bytes_per_step(config: Config, declared: Any, world: int, per_node: int) -> tuple[float, float]:
-    """Bytes that a process sends to other nodes in a step, and in each transfer of a microbatch.
-
-    Raises:
-        UsageError: a model that cannot be read.
-    """
-    c, ep, sharing = config, config.parallel.ep, world // config.parallel.pp
-    layers = TraceCache().facts(c.model, declared).weights.layers
-    moe_layers = sum(any(weight.experts for weight in layer) for layer in layers) / c.parallel.pp
-    text, size = declared.get_text_config(), 2 if c.model.computed_in == "bfloat16" else 4
-    rows = EvenRouting.of(declared).between_nodes(ep, per_node, c.parallel.dispatch)
-    row = text.hidden_size * size
-    tokens = c.train.batch * c.train.sequence / sharing
-    return _TRANSFERS * moe_layers * tokens * rows * row, c.microbatch(sharing) * c.train.sequence * rows * row

@@ -1,20 +1,20 @@
 """What the run's manager does in a walk: it records its first step, plans what is offloaded, and carries that out.
 
-Input: a `Link`, and the parts of a step as their forwards and backwards begin. Output: allocations and frees of offloaded
+Input: a `RankRun`, and the parts of a step as their forwards and backwards begin. Output: allocations and frees of offloaded
 storages, and the `Plan`, which `forebay.memory.solver` makes of the recorded `Timeline` as it does in a run; only the
 seconds are a device profile's. An `OffloadManager` lasts as long as a walk.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from forebay.estimate.allocator import ACTIVATIONS, GRADIENTS, OPTIMIZER, Block, CachingAllocator
 from forebay.estimate.parts import Part
+from forebay.estimate.rank_run import RankRun
 from forebay.estimate.types import PartEvents
-from forebay.memory.solver import fit_link, is_interleaved, offload_all, plan_interleaved
 from forebay.memory.timeline import CallFigures, Key, Plan, Timeline, TimelineEvent
 
 ENDS = ("embedding", "head")
@@ -54,27 +54,6 @@ class PartRun:
         return max(len(self.calls) - 1, 0)
 
 
-@dataclass(frozen=True)
-class Link:
-    """The link to the host, and what may use it.
-
-    Attributes:
-        rates: positional rates of a `Timeline`, bytes a second.
-        seconds: of the forward and backward of each of a part's calls, recomputation included. A device that waits for its host
-            is slower than its profile: the run then offloads more than is planned here.
-        everything: `offload = "all"`: the device may wait for the link.
-    """
-
-    rates: tuple[float | None, ...]
-    seconds: Callable[[Part], Sequence[tuple[float, float]]]
-    everything: bool = False
-
-    def plan(self, timeline: Timeline, paths: frozenset[str]) -> Plan:
-        if is_interleaved(timeline):
-            return plan_interleaved(timeline, paths, self.everything)
-        return offload_all(timeline, paths) if self.everything else fit_link(timeline, paths)
-
-
 class OffloadManager:
     """Offloads in the steps of a walk. A managed step is the whole step where microbatches are under way together, else a
     microbatch.
@@ -82,34 +61,20 @@ class OffloadManager:
     Until it has a plan, a sublayer's tensors are on the device until the next one begins, and again from one before its
     backward. Without a link it never has one, and two sublayers are in transfer, unless it `measures`.
 
-    Args:
-        stream: of blocks that are fetched.
-        hidden: bytes of a part's input.
-        least: bytes below which nothing is offloaded.
-        engine: whether MoE sublayers run as two calls.
-        auto: the first steps are measured for `policy = "auto"`.
-
     Attributes:
         before: bytes in use before a forward, as a manager measures them in its second step, without moments.
         plan: None until the measured steps are over.
     """
 
-    def __init__(
-        self,
-        allocator: CachingAllocator,
-        stream: Any,
-        link: Link | None,
-        hidden: int,
-        least: int,
-        engine: bool,
-        auto: bool,
-    ):
-        self._allocator, self._stream, self._link = allocator, stream, link
-        self._hidden, self._least, self._engine, self._auto = hidden, least, engine, auto
+    def __init__(self, allocator: CachingAllocator, stream: Any, run: RankRun):
+        self._allocator, self._stream, self._run, self._link = allocator, stream, run, run.link
         self.before = 0
         self.plan: Plan | None = None
         self._steps = 0
-        self._record = _StepRecord()
+        # Of the step that plans are made of. Embedding and head are not regions: their time belongs to the event before.
+        self._figures: dict[Key, CallFigures] = {}
+        self._events: list[tuple[str, Key, float]] = []
+        self._paths: set[str] = set()  # of the regions that are offloaded
         self._runs: dict[Key, tuple[PartRun, int]] = {}  # a call, by its key
         self._calls: dict[str, int] = {}
         self._leaving: list[tuple[PartRun, int]] = []  # calls
@@ -119,7 +84,7 @@ class OffloadManager:
     @property
     def measures(self) -> bool:
         """Whether the step is measured for `policy = "auto"`."""
-        return self._auto and self._steps <= MEASURED_STEPS
+        return self._run.measured is not None and self._steps <= MEASURED_STEPS
 
     def begin_step(self, alone: bool) -> None:
         """`alone`: the trainer's step has one microbatch, which makes the gradients; several find those of the first."""
@@ -129,14 +94,17 @@ class OffloadManager:
             not_before = [OPTIMIZER, GRADIENTS] if alone else [OPTIMIZER]
             self.before = self._allocator.allocated - sum(self._allocator.by_role[role] for role in not_before)
         if self._steps > MEASURED_STEPS and self._link is not None and self.plan is None:
-            self.plan = self._link.plan(self._record.timeline(self._link.rates), frozenset(self._record.paths))
+            numbers = {key: number for number, key in enumerate(self._figures)}
+            events = (TimelineEvent(kind, numbers[key], seconds) for kind, key, seconds in self._events)
+            timeline = Timeline(tuple(self._figures.values()), tuple(events), *self._link.rates)  # type: ignore[arg-type]
+            self.plan = self._link.plan(timeline, frozenset(self._paths))
             for key, event in self.plan.release_at.items():
                 self._released_at.setdefault(event, []).append(key)
 
     def begin_forward(self, run: PartRun) -> None:
         if self._link is not None:  # what a plan is made of
             path = run.part.path
-            run.calls = calls_of(run.part, self._hidden, self._least, self._engine)
+            run.calls = calls_of(run.part, self._run)
             before = self._calls.get(path, 0)
             self._calls[path] = before + len(run.calls)
             run.keys = tuple((path, before + n) for n in range(len(run.calls)))
@@ -177,11 +145,19 @@ class OffloadManager:
         if self._link is not None and self._steps == 1:
             seconds = self._link.seconds(run.part)
             if run.part.path in ENDS:
-                self._record.end(kind, run.part, *seconds)
+                if kind == "F" and self._events:
+                    forward, backward = seconds[0]
+                    name, key, own = self._events[-1]
+                    # A head's backward follows its forward at once.
+                    self._events[-1] = name, key, own + (forward + (backward if run.part.path == "head" else 0.0))
                 return
+            if run.part.placement == "offload":
+                self._paths.add(run.part.path)
             calls = [*zip(run.keys, run.calls, seconds, strict=True)]
-            for key, items, times in calls if kind == "F" else reversed(calls):
-                self._record.add(kind, run.part, key, tuple(size for _, size in items), times)
+            for key, items, (forward, backward) in calls if kind == "F" else reversed(calls):
+                if kind == "F":
+                    self._figures[key] = CallFigures(key, tuple(size for _, size in items), forward)
+                self._events.append((kind, key, forward if kind == "F" else backward))
 
     def _leave(self, run: PartRun, call: int) -> None:
         if run.part.placement == "offload" and self.plan is None:
@@ -226,8 +202,8 @@ class OffloadManager:
 
     def _release(self, run: PartRun, chosen: frozenset[int]) -> None:
         x = run.part.events.x
-        sizes = storage_sizes(run.part.events, self._hidden)  # a block may be larger than what it holds
-        for n in [n for n in (*run.blocks, x) if n in chosen and sizes.get(n, 0) >= self._least]:
+        sizes = storage_sizes(run.part.events, self._run.hidden)  # a block may be larger than what it holds
+        for n in [n for n in (*run.blocks, x) if n in chosen and sizes.get(n, 0) >= self._run.least]:
             if n == x and run.x is not None:
                 run.offloaded[n] = sizes[n]
                 self._allocator.free(run.x)
@@ -249,46 +225,12 @@ class OffloadManager:
                 run.blocks[n] = block
 
 
-class _StepRecord:
-    """The calls and events of a step. Embedding and head are not regions: their time belongs to the event before."""
-
-    def __init__(self) -> None:
-        self.paths: set[str] = set()
-        self._calls: dict[Key, CallFigures] = {}
-        self._events: list[tuple[str, Key]] = []
-        self._seconds: list[float] = []
-
-    def add(self, kind: str, part: Part, key: Key, items: tuple[int, ...], seconds: tuple[float, float]) -> None:
-        """A call's forward or backward. `items`: bytes of what it saves that a store would take; `seconds`: of both."""
-        forward, backward = seconds
-        if kind == "F":
-            self._calls[key] = CallFigures(key, items, forward)
-        if part.placement == "offload":
-            self.paths.add(part.path)
-        self._events.append((kind, key))
-        self._seconds.append(forward if kind == "F" else backward)
-
-    def end(self, kind: str, part: Part, seconds: tuple[float, float]) -> None:
-        """The embedding or the head, whose backward follows its forward at once."""
-        if kind == "F" and self._seconds:
-            self._seconds[-1] += seconds[0] + (seconds[1] if part.path == "head" else 0.0)
-
-    def timeline(self, rates: Sequence[float | None]) -> Timeline:
-        numbers = {key: number for number, key in enumerate(self._calls)}
-        events = zip(self._events, self._seconds, strict=True)
-        return Timeline(
-            tuple(self._calls.values()),
-            tuple(TimelineEvent(kind, numbers[key], seconds) for (kind, key), seconds in events),
-            *rates,  # type: ignore[arg-type]
-        )
-
-
-def calls_of(part: Part, hidden: int, least: int, engine: bool) -> tuple[list[tuple[int, int]], ...]:
+def calls_of(part: Part, run: RankRun) -> tuple[list[tuple[int, int]], ...]:
     """What each call of a sublayer saves that a store would take; see `offloadable`. An engine calls a MoE sublayer twice: up to
     the token dispatch, and its experts."""
     events = part.events
-    items = offloadable(events, hidden, least)
-    if not is_cut(part, engine):
+    items = offloadable(events, run.hidden, run.least)
+    if not is_cut(part, run.engine):
         return (items,)
     # Experts may recompute h and not save it: what is made after it is of their call as well. Storages are numbered as made.
     ours = {events.experts_x} & events.transferred
@@ -301,12 +243,7 @@ def is_cut(part: Part, engine: bool) -> bool:
 
 
 def offloadable(events: PartEvents, hidden: int, least: int) -> list[tuple[int, int]]:
-    """(storage, bytes) of what a sublayer saves that a store would take, in order.
-
-    Args:
-        hidden: bytes of its input.
-        least: bytes below which a storage stays on the device.
-    """
+    """(storage, bytes) of what a sublayer with an input of `hidden` bytes saves that a store would take, in order."""
     sizes = storage_sizes(events, hidden)
     return [(n, sizes[n]) for n in events.saved if sizes.get(n, 0) >= least]
 
@@ -316,9 +253,9 @@ def storage_sizes(events: PartEvents, hidden: int) -> dict[int, int]:
     return {n: size for n, size in events.forward if size and n >= 0} | {events.x: hidden}
 
 
-def offloaded_bytes(plan: Plan, part: Part, hidden: int, least: int, engine: bool) -> int:
+def offloaded_bytes(plan: Plan, part: Part, run: RankRun) -> int:
     """Bytes of an offloaded sublayer that leave for one microbatch: the fewest of all forwards."""
-    calls = calls_of(part, hidden, least, engine)
+    calls = calls_of(part, run)
     leaving: dict[int, int] = {}
     for (path, number), chosen in plan.offload.items():
         if path == part.path:

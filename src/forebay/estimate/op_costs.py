@@ -80,8 +80,7 @@ class Tally:
 
     Args:
         fused: the code is compiled; see `fuse`.
-        origins: numbers of the origins of a tensor.
-        origin_size: bytes of an origin, by number.
+        origins, origin_size: see `forebay.estimate.op_recorder.OpRecorder`.
 
     Attributes:
         live: slots that arrive at the experts over slots that their buffers have.

@@ -18,18 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from forebay.estimate.op_costs import Tally, address, tensors_in
-from forebay.estimate.types import (
-    ALL_TO_ALL_BEGIN,
-    ALL_TO_ALL_END,
-    EXPERTS_BEGIN,
-    EXPERTS_END,
-    MATMUL,
-    Freed,
-    Log,
-    Mark,
-    NewStorage,
-    Op,
-)
+from forebay.estimate.types import Freed, Log, Mark, NewStorage, Op
 from forebay.estimate.workspaces import EAGER_ONLY, MARK, WorkspaceStep, workspace_steps
 from forebay.models.compile import ASSEMBLING_OPS, recomputable_ops
 
@@ -54,13 +43,10 @@ class OpRecorder(TorchDispatchMode):
     Workspaces of operations that are opaque to autograd, such as `forebay::experts`, come from `forebay.estimate.workspaces`.
 
     Args:
-        block: bytes to which the allocator rounds a storage; 512 on CUDA, 1 on a CPU.
-        deferred_weight_grads: see `Shape`.
+        block, deferred_weight_grads, stages: see `Shape`.
         fused: the code is compiled.
-        stages: mark where the experts begin and end; see `Shape`.
 
     Attributes:
-        tally: costs of the operations.
         transferred: storages that the token dispatcher made.
         assembled: storages that `ASSEMBLING_OPS` made, or copies in place. Inductor does not fuse these into what reads them.
         experts_inputs: of the experts that ran last between stages, storages that they read and that compiled code could
@@ -105,7 +91,6 @@ class OpRecorder(TorchDispatchMode):
         return self._numbers.get(address(tensor), -1)
 
     def origins(self, tensor: Tensor) -> frozenset[int]:
-        """Numbers of the origins of a live tensor."""
         return self._origins.get(address(tensor), frozenset())
 
     def origin_storage(self, origin: int) -> int:
@@ -150,17 +135,17 @@ class OpRecorder(TorchDispatchMode):
         steps = workspace_steps(name, args, kwargs, self._deferred) if eager or name not in EAGER_ONLY else ()
         marks = self._stages and name in _EXPERTS_OPS
         if marks:
-            self.log.append(Mark(EXPERTS_BEGIN))
+            self.log.append(Mark.EXPERTS_BEGIN)
         if packet in ASSEMBLING_OPS:
             self.assembled.update(m.number for m in made)
         if name in _TRANSFERS:
             self.transferred.update(m.number for m in made)
-            self.log += [Mark(ALL_TO_ALL_BEGIN), Op(False, reads, made), Mark(ALL_TO_ALL_END)]
+            self.log += [Mark.ALL_TO_ALL_BEGIN, Op(False, reads, made), Mark.ALL_TO_ALL_END]
         elif steps:
             self._log_workspace(reads, new, steps)
         elif made or (results and not getattr(func, "is_view", False)):
             if name in _MATMULS:
-                self.log.append(Mark(MATMUL))
+                self.log.append(Mark.MATMUL)
             self._overwrites = None
             if not self._fused and len(made) == 1 and _may_overwrite(name, sources):
                 self._overwrites = len(self.log), self.number(sources[0]), address(results[0])
@@ -170,7 +155,7 @@ class OpRecorder(TorchDispatchMode):
             elif self._fused and name == "aten.copy_.default":
                 self._fill(sources)
         if marks:
-            self.log.append(Mark(EXPERTS_END))
+            self.log.append(Mark.EXPERTS_END)
 
     def _fill(self, sources: list[Tensor]) -> None:
         """Log a copy into a storage that was made empty as the operation that makes it, from all that was copied so far.

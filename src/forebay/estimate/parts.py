@@ -1,6 +1,6 @@
 """The parts of a stage with their events under a placement.
 
-Input: a `ModelTrace`, a `StageLayers` and placements. Output: `Part`s in forward order, which `forebay.estimate.walk_step` plays
+Input: a `ModelTrace`, a `StageLayers` and placements. Output: `Part`s in forward order, which `forebay.estimate.walk` plays
 on an allocator. Nothing is kept.
 """
 
@@ -11,17 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from forebay.estimate.types import (
-    DH,
-    EXPERTS_BEGIN,
-    GATE_UP_GRAD,
-    PAGES,
-    AllocEvent,
-    ModelTrace,
-    PartEvents,
-    PartTrace,
-    StageLayers,
-)
+from forebay.estimate.types import AllocEvent, Mark, ModelTrace, PartEvents, PartTrace, StageLayers
 
 _EXPERT_MATRICES = ("experts.gate_up_proj", "experts.down_proj")
 
@@ -36,7 +26,6 @@ class Part:
     Attributes:
         place: a layer's number, "embedding" or "head".
         events: those of light recomputation if `light`; then `placement` is "keep".
-        trace: its own.
         balance: bytes that the load-balancing loss holds until its backward.
         shared: bytes that all layers of the stage read and this one, their first, holds until its backward: masks, rotary tables.
         given, unused: bytes of each tensor that they read besides and nothing saves, as masks of eager attention; and of masks
@@ -90,7 +79,7 @@ class Part:
     @cached_property
     def staged(self) -> bool:
         """A MoE sublayer that an engine runs by its stages; the experts are a computation of their own."""
-        return bool(self.events.transferred) or (-1, EXPERTS_BEGIN) in self.events.forward
+        return bool(self.events.transferred) or (-1, Mark.EXPERTS_BEGIN) in self.events.forward
 
     @property
     def mlp(self) -> bool:
@@ -144,7 +133,7 @@ def _stashed(part: Part) -> Part:
         return part
     forward = _with_pages_for(h, events.forward)
     # In backward dh has memory of its own, and x is read from the pages for gate_up's gradient.
-    placed = {DH: (h, sizes[h]), GATE_UP_GRAD: (-1, PAGES)}
+    placed: dict[int, AllocEvent] = {Mark.DH: (h, sizes[h]), Mark.GATE_UP_GRAD: (-1, Mark.PAGES)}
     backward = tuple(placed.get(e[1], e) if e[0] < 0 else e for e in events.backward)
     size = next(size for n, size in events.forward if n == x and size)
     return replace(part, events=replace(events, forward=forward, backward=backward), stashed_x=(x, size))
@@ -156,7 +145,7 @@ def _with_pages_for(h: int, events: Iterable[AllocEvent]) -> tuple[AllocEvent, .
     for number, size in events:
         allocates = size > 0 and number >= 0
         if number == h and size:
-            found.append((-1, PAGES))
+            found.append((-1, Mark.PAGES))
         if allocates and (made >= 0 or number == h):
             made += 1
         if made == 2 and (h, 0) not in found:

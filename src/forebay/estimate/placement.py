@@ -14,8 +14,9 @@ from itertools import product
 from math import prod
 from typing import Any
 
+from forebay.estimate.parts import Part
 from forebay.estimate.rank_run import StepLevel
-from forebay.estimate.types import ModelTrace, PartTrace, StageLayers
+from forebay.estimate.types import PartTrace
 from forebay.memory.solver import first_that_fits, front
 from forebay.memory.timeline import LIGHT_RECOMPUTE_SHARE
 from forebay.policy import PLACEMENTS, format_bytes
@@ -31,13 +32,13 @@ Chosen = tuple[int, ...]  # the number of the option of each sublayer, stage aft
 
 @dataclass(frozen=True)
 class Machine:
-    """What placements cost on a device.
+    """What placements cost on a device. Rates are bytes a second.
 
     Attributes:
         seconds: of a microbatch's forward and backward through a part.
-        out_rate, back_rate: bytes a second of the link to the host, with all GPUs of a host at once; see `Timeline`.
-        copy_rate: bytes a second that a kernel reads or writes.
-        end_rates: of a pipeline, the link's rates at the two ends of a step.
+        out_rate, back_rate, end_rates: of the link to the host, with all GPUs of a host at once, and at the ends of a pipeline's
+            step; see `Timeline`.
+        copy_rate: that a kernel reads or writes.
     """
 
     seconds: Callable[[PartTrace], tuple[float, float]]
@@ -54,6 +55,7 @@ class Option:
     Attributes:
         saved: that autograd saves.
         held: on the device from forward to backward.
+        freed: fewer than if it is kept.
         seconds: that the placement costs.
         moved: over the link, each way.
     """
@@ -62,18 +64,9 @@ class Option:
     placement: str
     saved: int
     held: int
+    freed: int = 0
     seconds: float = 0.0
     moved: int = 0
-
-
-@dataclass(frozen=True)
-class Placed:
-    """A sublayer's placement: bytes that it frees, and seconds that it costs, for one microbatch."""
-
-    path: str
-    placement: str
-    freed: int
-    seconds: float
 
 
 @dataclass(frozen=True)
@@ -82,13 +75,12 @@ class Choice:
 
     Attributes:
         placed: sublayers that are not kept, in forward order.
-        seconds: cost of a step, waits for the link included.
-        waits: seconds of waits among them.
+        seconds, waits: cost of a step, and waits for the link among it.
         peak: bytes that the rank takes.
     """
 
     rank: int
-    placed: tuple[Placed, ...]
+    placed: tuple[Option, ...]
     seconds: float
     waits: float
     peak: int
@@ -100,124 +92,48 @@ class Choice:
 
 
 def rank_options(
-    trace: ModelTrace,
-    stages: Mapping[int, StageLayers],
-    allowed: frozenset[str],
-    machine: Machine,
-    prefix: str,
-    recompute: str,
+    stages: Mapping[int, Iterable[Part]], allowed: Iterable[str], machine: Machine, recompute: str
 ) -> dict[int, list[list[Option]]]:
-    """The options of a rank's sublayers by stage, in forward order with "keep" first; embedding and head are kept.
-
-    Args:
-        allowed: placements besides "keep". A sublayer has those that free something.
-        recompute: see `[memory]`.
-    """
+    """The options of a rank's sublayers by stage, in forward order with "keep" first, and those that are `allowed` besides and
+    free something; embedding and head are kept."""
     found: dict[int, list[list[Option]]] = {}
-    for number, stage in stages.items():
+    for number, parts in stages.items():
         found[number] = []
-        for path, part, more in parts_of(trace, stage, prefix):
-            kept = option(path, part, "keep", recompute, machine, more)
-            others = [
-                option(path, part, p, recompute, machine, more) for p in sorted(allowed - {"keep"}) if "." in path
-            ]
+        for part in parts:
+            kept = option(part, "keep", recompute, machine)
+            others = [option(part, p, recompute, machine) for p in sorted(allowed) if "." in part.path]
             found[number].append([kept, *(other for other in others if other.held < kept.held)])
     return found
 
 
-def parts_of(trace: ModelTrace, stage: StageLayers, prefix: str) -> list[tuple[str, PartTrace, int]]:
-    """Path and trace of a stage's parts, in forward order, and bytes that each holds under any placement: what layers share, and
-    the load-balancing loss's."""
-    found = [("embedding", trace.embedding, 0)] if stage.embedding else []
-    for here in stage.layers:
-        layer = trace.layers[here.number]
-        for name, part in layer.on(here):
-            more = trace.balance if name == "mlp" and layer.is_moe else 0
-            more += trace.shared if (here.number, name) == stage.reader else 0
-            found.append((f"{prefix}.{here.number}.{name}", part, more))
-    return found + ([("head", trace.head, 0)] if stage.head else [])
-
-
-def option(
-    path: str,
-    part: PartTrace,
-    placement: str,
-    recompute: str,
-    machine: Machine,
-    more: int = 0,
-    carried: int | None = None,
-) -> Option:
-    """A part under a placement.
-
-    Args:
-        more: bytes that it holds besides.
-        carried: bytes that an offloaded part sends to the host; None means all.
-    """
-    saved = part.saved
+def option(part: Part, placement: str, recompute: str, machine: Machine, carried: int | None = None) -> Option:
+    """A part under a placement. `carried`: bytes that an offloaded part sends to the host; None means all."""
+    trace, saved = part.trace, part.trace.saved
+    held, seconds, moved = saved, 0.0, 0
     match placement:
-        case "recompute" if part.light is not None and recompute != "full":
+        case "recompute" if trace.light is not None and recompute != "full":
             # "save-dispatch" holds less, and is counted as "light".
-            return Option(
-                path, placement, saved, part.light.saved + more, LIGHT_RECOMPUTE_SHARE * machine.seconds(part)[0]
-            )
+            held, seconds = trace.light.saved, LIGHT_RECOMPUTE_SHARE * machine.seconds(trace)[0]
         case "recompute":
-            return Option(path, placement, saved, min(part.inputs, saved) + more, machine.seconds(part)[0])
+            held, seconds = min(trace.inputs, saved), machine.seconds(trace)[0]
         case "offload":
-            leaves = saved if carried is None else min(carried, saved)
-            return Option(path, placement, saved, saved - leaves + more, moved=leaves)
+            moved = saved if carried is None else min(carried, saved)
+            held = saved - moved
         case "stash":  # one more write in forward, and a read
-            capacity, arrived = part.stash
-            copies = 2 * arrived / machine.copy_rate
-            return Option(path, placement, saved, saved - capacity + arrived + more, copies)
-    return Option(path, "keep", saved, saved + more)
+            capacity, arrived = trace.stash
+            held, seconds = saved - capacity + arrived, 2 * arrived / machine.copy_rate
+    return Option(part.path, placement, saved, held + part.balance + part.shared, saved - held, seconds, moved)
 
 
-def choose(
-    rank: int,
-    options: Mapping[int, Sequence[Sequence[Option]]],
-    times: Mapping[str, tuple[float, float]],
-    levels: Sequence[StepLevel],
-    microbatches: int,
-    budget: int,
-    machine: Machine,
-    waits: bool,
-    used: Callable[[Mapping[str, str]], int],
-) -> Choice:
-    """Choose an option for every sublayer.
+class ChoiceCosts:
+    """What choices cost and hold, and which are worth a try; only `choose` knows the budget.
 
     Args:
-        options: see `rank_options`.
+        stages: see `rank_options`.
         times: seconds of a microbatch's forward and backward, by path.
         levels: of a walk with all sublayers kept.
-        budget: bytes that the rank may take; if no choice fits, the one that takes least is returned.
         waits: the run may wait for the link; else no more is offloaded than the link carries.
-        used: bytes that the rank takes with these placements by path.
     """
-    costs = _ChoiceCosts(options, times, levels, microbatches, machine, waits)
-    peak = cache(lambda chosen: used(costs.placements(chosen)))
-
-    def fits(chosen: Chosen) -> bool:
-        return bool(peak(chosen) <= budget)
-
-    simple = costs.simple()
-    found, ends = [chosen for chosen in (costs.first,) if fits(chosen)], []
-    for ordered in costs.fronts() if not found else ():
-        ends.append(ordered[-1])
-        if (best := first_that_fits(ordered, fits)) is not None:
-            between = costs.between(ordered[max(ordered.index(best) - 1, 0)], best)
-            found.append(first_that_fits(between, fits) or best)
-    for chosen in simple:  # these are few, and none of them may be missed
-        if found and costs.order(chosen) >= min(map(costs.order, found)):
-            break
-        if fits(chosen):
-            found.append(chosen)
-    tried = found or sorted({*ends, *simple}, key=lambda chosen: (peak(chosen), costs.order(chosen)))[:1]
-    chosen = min(tried, key=costs.order)
-    return Choice(rank, costs.placed(chosen), *costs.seconds(chosen), peak(chosen))
-
-
-class _ChoiceCosts:
-    """What choices cost and hold, and which are worth a try. Nothing here knows the budget. See `choose`."""
 
     def __init__(
         self,
@@ -240,16 +156,41 @@ class _ChoiceCosts:
         self.first = (0,) * len(self._sublayers)
         self.seconds = cache(self._seconds)
 
-    def placements(self, chosen: Chosen) -> dict[str, str]:
-        """By path, those that are not kept."""
-        return {o.path: o.placement for o in self._picked(chosen) if o.placement != "keep"}
+    def choose(self, rank: int, budget: int, used: Callable[[Mapping[str, str]], int]) -> Choice:
+        """Choose an option for every sublayer.
 
-    def placed(self, chosen: Chosen) -> tuple[Placed, ...]:
-        return tuple(
-            Placed(o.path, o.placement, options[0].held - o.held, o.seconds)
-            for options, o in zip(self._sublayers, self._picked(chosen), strict=True)
-            if o.placement != "keep"
-        )
+        Args:
+            budget: bytes that the rank may take; if no choice fits, the one that takes least is returned.
+            used: bytes that the rank takes with these placements by path.
+        """
+        peak = cache(lambda chosen: used(self.placements(chosen)))
+
+        def fits(chosen: Chosen) -> bool:
+            return bool(peak(chosen) <= budget)
+
+        simple = self.simple()
+        found, ends = [chosen for chosen in (self.first,) if fits(chosen)], []
+        for ordered in self.fronts() if not found else ():
+            ends.append(ordered[-1])
+            if (best := first_that_fits(ordered, fits)) is not None:
+                between = self.between(ordered[max(ordered.index(best) - 1, 0)], best)
+                found.append(first_that_fits(between, fits) or best)
+        for chosen in simple:  # these are few, and none of them may be missed
+            if found and self.order(chosen) >= min(map(self.order, found)):
+                break
+            if fits(chosen):
+                found.append(chosen)
+        tried = found or sorted({*ends, *simple}, key=lambda chosen: (peak(chosen), self.order(chosen)))[:1]
+        chosen = min(tried, key=self.order)
+        return Choice(rank, self.placed(chosen), *self.seconds(chosen), peak(chosen))
+
+    def placements(self, chosen: Chosen) -> dict[str, str]:
+        """By path."""
+        return {o.path: o.placement for o in self.placed(chosen)}
+
+    def placed(self, chosen: Chosen) -> tuple[Option, ...]:
+        """Those that are not kept."""
+        return tuple(o for o in self._picked(chosen) if o.placement != "keep")
 
     def order(self, chosen: Chosen) -> tuple[float, int, Chosen]:
         """What choices are compared by: their cost, then what they hold, then anything."""

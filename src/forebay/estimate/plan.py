@@ -2,7 +2,6 @@
 
 Input: a TOML file or preset, a published model by name, or a folder with a config.json (`ask`), and a number of
 processes. Output: a `Fit`: for each pipeline rank what its fullest process holds at the highest level of a step.
-Nothing is kept.
 """
 
 from __future__ import annotations
@@ -16,21 +15,21 @@ from typing import Any
 
 from rich.table import Table
 
-from forebay.config import Config, FastPath, apply_override, check_experts, from_mapping, load, presets, why_called
+from forebay.config import Config, FastPath, apply_override, from_mapping, load, presets, why_called
 from forebay.config.fast_path import GRAPH
 from forebay.config.sections import AUTO
 from forebay.errors import UsageError, nearest
 from forebay.estimate.device import DEFAULT, DeviceProfile
 from forebay.estimate.device import load as load_device
 from forebay.estimate.fit import RankFit
-from forebay.estimate.layer_time import Clock
-from forebay.estimate.layers import SAME_HOST, LayerPlan, fast_path_of, shape_of, sharing_of
+from forebay.estimate.layer_time import Clock, is_symmetric
+from forebay.estimate.layers import LayerPlan, fast_path_of, shape_of, sharing_of
 from forebay.estimate.placement import Choice, Option, by_kind, sentences
 from forebay.estimate.processes import forked_map
 from forebay.estimate.rank import RankEstimate, RunEstimator, StepTimer
 from forebay.estimate.rank_run import StepLevel
 from forebay.estimate.routing import EvenRouting
-from forebay.estimate.state import Sharing, all_to_all_bytes, symmetric_bytes
+from forebay.estimate.state import SAME_HOST, Sharing, all_to_all_bytes, symmetric_bytes
 from forebay.estimate.step_time import StepTime
 from forebay.estimate.trace_cache import ModelFacts, TraceCache
 from forebay.estimate.types import Shape
@@ -58,12 +57,7 @@ EAGER = frozenset({"gpt_oss"})  # families for whose attention (sinks) transform
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What to plan.
-
-    Attributes:
-        config: valid for some number of processes.
-        chosen: ``section.key`` to value of the defaults that a bare model is given; empty for a file or preset.
-    """
+    """What to plan. `chosen`: ``section.key`` to value of the defaults that a bare model is given; empty for a file or preset."""
 
     config: Config
     chosen: dict[str, Any] = field(default_factory=dict)
@@ -86,10 +80,9 @@ class PlanRequest:
 
 
 def ask(source: str, overrides: Iterable[str] = (), processes: int = 0) -> PlanRequest:
-    """The request for a file, preset, published model or model folder.
+    """The request for a file, preset, published model or model folder, with ``section.key=value`` texts.
 
     Args:
-        overrides: ``section.key=value`` texts.
         processes: of the run; 0 means as few as possible.
 
     Raises:
@@ -168,7 +161,6 @@ class Fit:
 
     Attributes:
         ranks: the fullest process of each pipeline rank.
-        world: processes.
         parameters: number of parameters of the whole model.
         budget: bytes a process may use; None if not given.
         sublayers: of all pipeline ranks, for one microbatch.
@@ -202,7 +194,7 @@ class Fit:
         most = self.fullest
         what = f"the peak is {format_bytes(most.total)} on rank {most.rank}, at {most.where}"
         if self.budget is None:
-            return f"{what[0].upper()}{what[1:]}, to within {100 * most.error:.0f} %; give --budget for a verdict."
+            return f"{_capitalized(what)}, to within {100 * most.error:.0f} %; give --budget for a verdict."
         room = most.headroom(self.budget)
         if room >= 0:
             return f"Fits {format_bytes(self.budget)} with {format_bytes(room)} to spare, {most.allowance}: {what}."
@@ -267,10 +259,11 @@ class Fit:
         ]
 
     def _timed(self) -> list[str]:
-        if self.step is None:
-            return []
-        sentence = self.step.sentence()
-        return [sentence[0].upper() + sentence[1:]]
+        return [] if self.step is None else [_capitalized(self.step.sentence())]
+
+
+def _capitalized(sentence: str) -> str:
+    return sentence[:1].upper() + sentence[1:]
 
 
 def fit_run(
@@ -295,7 +288,6 @@ def fit_run(
         device: for the step time, and for the cost of chosen placements; without it the latter is that of
             `forebay.estimate.device.DEFAULT`.
         auto: choose placements with which a process fits so many bytes, instead of those of the configuration.
-        traces: to reuse, and to add to.
         sharing: of another trainer; default: what Forebay's does under `config`.
         stop_above: stop at the first rank that does not fit a budget of so many bytes. The result lacks the ranks that were not
             estimated, and the step's time.
@@ -373,10 +365,11 @@ def _estimates(
     estimator: RunEstimator, plan: LayerPlan, stop_above: int | None, processes: int
 ) -> dict[int, RankEstimate]:
     """By pipeline rank; see `fit_run`."""
+    numbers, memory = range(estimator.config.parallel.pp), plan.partition.memory
     if stop_above is None:
-        numbers = range(estimator.config.parallel.pp)
         return dict(zip(numbers, forked_map(estimator.rank, numbers, processes), strict=True))
-    fullest, *others = _fullest_first(plan)
+    assert memory is not None
+    fullest, *others = sorted(numbers, key=lambda rank: -memory[rank])
     found = {fullest: estimator.rank(fullest)}  # alone: most plans that do not fit end here
     estimates = forked_map(estimator.rank, others, processes)
     for number in others:
@@ -396,17 +389,10 @@ def _check_parameters(fits: Sequence[RankFit], budget: int | None) -> None:
         )
 
 
-def _fullest_first(plan: LayerPlan) -> list[int]:
-    """Pipeline ranks by their activations."""
-    memory = plan.partition.memory
-    assert memory is not None
-    return sorted(range(len(memory)), key=lambda rank: -memory[rank])
-
-
 def bounding(
     config: Config, plan: LayerPlan, world: int, traces: TraceCache, skew: float = 1.0, auto: int | None = None
 ) -> RunEstimator:
-    """For `RunEstimator.least` and `RunEstimator.mean`, which need no walk. Arguments are those of `fit_run`."""
+    """For `RunEstimator.least` and `RunEstimator.mean`, which need no walk. See `fit_run`."""
     config = fast_path_of(config, world, traces).config
     return _estimator(config, plan, None, skew, None, auto, traces, sharing_of(config, world))[0]
 
@@ -424,8 +410,7 @@ def _estimator(
     c, p = config, config.parallel
     declared = traces.declared(c)
     text, routing = declared.get_text_config(), EvenRouting.of(declared)
-    check_experts(p.ep, routing.experts)
-    facts = traces.facts(c.model, declared)
+    facts = traces.facts(c)
     called = why_called(c, sharing.gpu, routing.experts)
     notes = _model_notes(c, facts.attention, routing.experts)
     placements, light, whole = dict[str, str](), set[int](), set[int]()
@@ -435,10 +420,10 @@ def _estimator(
         mode = c.recompute if c.model.experts == "forebay" else "full"
         placements, light, whole = _placements(claims, facts.sublayers, mode, notes)
     shape = shape_of(c, declared, sharing, skew)
-    trace = traces.trace(c.model, declared, shape)
+    trace = traces.trace(c, shape)
     trace = trace.with_mlps([layer.mlp.light or layer.mlp for layer in trace.layers], light)
     if whole:
-        checkpointed = traces.trace(c.model, declared, replace(shape, checkpointed_experts=True))
+        checkpointed = traces.trace(c, replace(shape, checkpointed_experts=True))
         trace = trace.with_mlps([layer.mlp for layer in checkpointed.layers], whole)
     hidden = shape.sequence * shape.microbatch * text.hidden_size
     actions = None
@@ -469,31 +454,26 @@ def _estimator(
 
 def _dispatcher_bytes(config: Config, text: Any, shape: Shape, sharing: Sharing) -> int:
     """Bytes of the token dispatcher outside of the allocator, on a GPU."""
-    p = config.parallel
-    if p.ep == 1 or not sharing.gpu:
+    if sharing.ep == 1 or not sharing.gpu:
         return 0
-    if p.dispatch == "symmetric" or (p.dispatch == "auto" and p.ep <= SAME_HOST):
+    if is_symmetric(config):
         tokens = shape.sequence * shape.microbatch
-        return symmetric_bytes(p.ep, tokens, text.hidden_size, text.num_experts_per_tok, sharing.compute)
-    return all_to_all_bytes(p.ep)
+        return symmetric_bytes(sharing.ep, tokens, text.hidden_size, text.num_experts_per_tok, sharing.compute)
+    return all_to_all_bytes(sharing.ep)
 
 
 def _claims(config: Config, facts: ModelFacts) -> list[Claim]:
-    """What the configuration's policy places.
-
-    Raises:
-        PolicyError: a policy that matches nothing, or that nests placements.
-        UsageError: a placement that an engine refuses.
-    """
-    policy, paths, sublayers = config.memory.policy, facts.paths, facts.sublayers
+    """What the configuration's policy places. Raises PolicyError for one that matches nothing, or that nests placements, and
+    UsageError for a placement that an engine refuses."""
+    policy, sublayers = config.memory.policy, facts.sublayers
     if policy == "auto":
         return []
     if isinstance(policy, str):
         placed = _moe_sublayers(facts) if policy == "stash" else []
         return [Claim(path, policy, policy) for path in placed or sublayers]
     sealed = _sealed(config, facts)
-    here = [path for path in paths if path not in sealed]
-    claims = resolve(policy, here, sealed, _light_experts(config, paths), sublayers)
+    here = [path for path in facts.paths if path not in sealed]
+    claims = resolve(policy, here, sealed, _light_experts(config, facts.paths), sublayers)
     if config.has_engine:
         try:
             refuse_containers({claim.path: claim.placement for claim in claims}, sublayers)
@@ -573,11 +553,9 @@ def _sealed(config: Config, facts: ModelFacts) -> dict[str, str]:
 
 def _light_experts(config: Config, paths: Sequence[str]) -> list[str]:
     """Experts that a run can recompute inside an offloaded sublayer: Forebay's, outside of compiled code."""
-    memory = config.memory
+    memory, ours = config.memory, config.model.experts == "forebay"
     outside = config.cuts_at_dispatch or not memory.compile
-    if not outside or memory.recompute != "light" or config.model.experts != "forebay":
-        return []
-    return [path for path in paths if path.endswith(".experts")]
+    return [p for p in paths if p.endswith(".experts") and outside and memory.recompute == "light" and ours]
 
 
 def _model_notes(config: Config, attention: str, experts: int) -> list[str]:
@@ -617,7 +595,7 @@ def _path_notes(path: FastPath, called: str) -> list[str]:
     graph = path.config.step.graph
     if graph and called:  # what it has of the fast path is not fast
         return [f"memory.graph = true: steps cannot be captured and are launched by the host: {called}."]
-    notes = [f"{path.line[0].upper()}{path.line[1:]}."] if path.line else []
+    notes = [f"{_capitalized(path.line)}."] if path.line else []
     if graph:
         notes.insert(0, "A captured step's memory is its own: what the optimizer needs for a moment comes on top.")
     return notes

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,14 +39,7 @@ class PlannedDispatcher(TokenDispatcher):
         ValueError: the ranks do not divide the experts, or the skew is below 1.
     """
 
-    def __init__(
-        self,
-        size: int,
-        routing: EvenRouting,
-        tokens: int,
-        skew: float = 1.0,
-        capacity_factor: float = 0.0,
-    ):
+    def __init__(self, size: int, routing: EvenRouting, tokens: int, skew: float = 1.0, capacity_factor: float = 0.0):
         super().__init__(0, size, routing.experts)
         if not skew >= 1:
             raise ValueError(f"a skew of {skew} is not a load over an even one; valid is at least 1")
@@ -59,16 +53,10 @@ class PlannedDispatcher(TokenDispatcher):
             self.slots = aligned(min(most, math.ceil(capacity_factor * tokens * routing.slots)))
             self.rows = min(everything, self.slots)
 
-    def dispatch(self, x: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor, Handle]:
-        raise self._unsent()
+    def dispatch(self, *_: Any, **__: Any) -> Any:
+        raise RuntimeError("a planned token dispatcher transfers nothing: it is for traces on fake tensors")
 
-    def spread(self, values: Tensor, handle: Sequence[Tensor], n_rows: int) -> Tensor:
-        raise self._unsent()
-
-    def collect(
-        self, rows: Tensor, narrow: Tensor | None, handle: Sequence[Tensor], n_tokens: int, init: Tensor | None
-    ) -> tuple[Tensor, Tensor | None]:
-        raise self._unsent()
+    spread = collect = dispatch
 
     def max_rows(self, handle: Sequence[Tensor], rows: int, slots_per_token: int) -> int:
         return self.slots
@@ -77,6 +65,3 @@ class PlannedDispatcher(TokenDispatcher):
         """R, and tensors of the sizes that the symmetric dispatcher returns; NCCL's differ by a few bytes."""
         sizes = (self.rows,), (tokens, self.size), (self.size + 1,)
         return self.rows, [torch.empty(size, dtype=torch.int32, device=device) for size in sizes]
-
-    def _unsent(self) -> RuntimeError:
-        return RuntimeError("a planned token dispatcher transfers nothing: it is for traces on fake tensors")

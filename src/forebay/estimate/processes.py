@@ -10,7 +10,7 @@ import multiprocessing
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import connection
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
@@ -27,10 +27,10 @@ def usable() -> int:
 
 
 def forked_map(function: Callable[[T], R], arguments: Sequence[T], processes: int) -> Iterator[R]:
-    """`map(function, arguments)`. Each process takes the next argument as it ends one, this one as it is asked for a result.
+    """`map(function, arguments)`. Each process takes the next argument as it ends one, while this one waits for the results.
 
     Args:
-        processes: this one included. Use 1 where CUDA or a process group is initialized: neither survives a fork.
+        processes: use 1 where CUDA or a process group is initialized: neither survives a fork.
 
     Raises:
         RunError: a process ended without an answer. What `function` raises is raised here.
@@ -44,22 +44,17 @@ def forked_map(function: Callable[[T], R], arguments: Sequence[T], processes: in
     receivers: list[Connection] = []
     workers = []
     try:
-        for first in range(1, count):
+        for first in range(count):
             receiver, sender = context.Pipe(duplex=False)
             receivers.append(receiver)
-            share = function, arguments, _places(first, len(arguments), taken), sender, tuple(receivers)
+            share = function, arguments, first, taken, sender, tuple(receivers)
             workers.append(context.Process(target=_answer, args=share, daemon=True))
             workers[-1].start()
             sender.close()
-        own, found = _places(0, len(arguments), taken), dict[int, R]()
+        found: dict[int, R] = {}
         for number in range(len(arguments)):
             while number not in found:
-                if _received(receivers, found, wait=False):
-                    continue
-                if (place := next(own, None)) is None:
-                    _received(receivers, found, wait=True)
-                else:
-                    found[place] = function(arguments[place])
+                _receive(receivers, found)
             yield found.pop(number)
     finally:
         for worker in workers:
@@ -67,21 +62,12 @@ def forked_map(function: Callable[[T], R], arguments: Sequence[T], processes: in
             worker.join()
 
 
-def _places(first: int, end: int, taken: Any) -> Iterator[int]:
-    """Places of the arguments that a process computes: `first`, then at each request the next that no process has taken."""
-    place = first
-    while place < end:
-        yield place
-        with taken.get_lock():
-            place, taken.value = taken.value, taken.value + 1
-
-
-def _received(receivers: list[Connection], found: dict[int, Any], wait: bool) -> bool:
-    """Add the answers that have come to `found`, and drop the processes that have ended; whether there were any."""
-    if wait and not receivers:
+def _receive(receivers: list[Connection], found: dict[int, Any]) -> None:
+    """Wait for answers, add them to `found`, and drop the processes that have ended."""
+    if not receivers:
         raise RunError("a process that plans ended without an answer; this machine may be out of memory")
-    ready = connection.wait(receivers, None if wait else 0)
-    for receiver in [one for one in receivers if one in ready]:
+    for receiver in connection.wait(receivers):
+        assert isinstance(receiver, Connection)
         try:
             place, answer, error = receiver.recv()
         except EOFError:
@@ -90,20 +76,21 @@ def _received(receivers: list[Connection], found: dict[int, Any], wait: bool) ->
         if error is not None:
             raise error
         found[place] = answer
-    return bool(ready)
 
 
 def _answer(
     function: Callable[[T], R],
     arguments: Sequence[T],
-    places: Iterable[int],
+    place: int,
+    taken: Any,
     sender: Connection,
     inherited: Sequence[Connection],
 ) -> None:
+    """Call `function` with the argument at `place`, then each time with the next that no process has taken."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the first process answers Ctrl-C, and kills this one
     for receiver in inherited:  # while any process holds a pipe's other end, a write to it waits
         receiver.close()
-    for place in places:
+    while place < len(arguments):
         try:
             sender.send((place, function(arguments[place]), None))
         except BrokenPipeError:  # the first process was killed
@@ -111,3 +98,5 @@ def _answer(
         except Exception as error:
             sender.send((place, None, error))
             return
+        with taken.get_lock():
+            place, taken.value = taken.value, taken.value + 1

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import chain
 from math import inf
 
@@ -16,22 +16,14 @@ from forebay.config import Config
 from forebay.config.fast_path import GRAPH_NODES
 from forebay.estimate.allocator import ROLES
 from forebay.estimate.fit import RankFit, largest_total, least_budget, planning_error
-from forebay.estimate.fsdp import least_bytes, param_groups
+from forebay.estimate.fsdp import ParamGroup, least_bytes, param_groups
 from forebay.estimate.layer_time import NO_TIME, Clock, KernelTime, LayerTimer
 from forebay.estimate.layers import LayerPlan
-from forebay.estimate.offloading import ENDS, Link, is_cut, offloaded_bytes
+from forebay.estimate.offloading import ENDS, is_cut, offloaded_bytes
 from forebay.estimate.parts import Part, part_of, placed_parts
-from forebay.estimate.placement import (
-    Choice,
-    Machine,
-    Option,
-    choose,
-    option,
-    parts_of,
-    rank_options,
-)
-from forebay.estimate.rank_run import RankRun, StepLevel, Walked
-from forebay.estimate.state import Sharing, WeightShapes, outside_bytes
+from forebay.estimate.placement import Choice, ChoiceCosts, Machine, Option, option, rank_options
+from forebay.estimate.rank_run import Link, RankRun, StepLevel, Walked
+from forebay.estimate.state import Sharing, Weight, WeightShapes, outside_bytes
 from forebay.estimate.step_time import (
     Beside,
     Elements,
@@ -57,8 +49,7 @@ class RankEstimate:
     """A rank's estimate.
 
     Attributes:
-        levels: of a step, part by part.
-        before: bytes in use before a forward; see `Walked`.
+        levels, before: see `Walked`.
         stall: seconds of a step in which the device waits for copies to and from the host.
         over: the rank and by how much it exceeds the limit, if no placements fit.
     """
@@ -81,7 +72,6 @@ class RunEstimator:
         placements: sublayer path to placement, for ranks that do not choose their own.
         hidden: elements of a microbatch's hidden states.
         exchange: bytes of the token dispatcher outside of the allocator.
-        clock: of the device; of the default one if none is given.
         actions: by pipeline rank; None without a pipeline.
         why_called: why a run with `memory.graph` calls its steps; "" if it captures them.
         budget: bytes a process may use; None if not given.
@@ -147,9 +137,7 @@ class RunEstimator:
         return self.auto is not None or self._measures
 
     def rank(self, number: int) -> RankEstimate:
-        """Estimate pipeline rank `number`."""
-        stages = self.plan.stages(number)
-        return self._chosen(number, stages) if self.chooses else self._estimate(number, stages, self.placements)
+        return self._chosen(number) if self.chooses else self._estimate(number, self.placements)
 
     @property
     def _outside(self) -> int:
@@ -161,64 +149,58 @@ class RunEstimator:
     def least(self) -> tuple[int, int]:
         """Bytes below which the peak of the fullest rank is not, and that rank: parameters, what a step makes of them, and what
         sublayers that are kept save."""
-        ranks = range(self.config.parallel.pp)
-        runs = [self._run(number, self.plan.stages(number), self.placements) for number in ranks]
+        runs = [self._run(number, self.placements) for number in range(self.config.parallel.pp)]
         found = [least_bytes(run.groups, self.sharing) + (0 if self.chooses else run.kept) for run in runs]
         return max((size + self._outside, number) for number, size in enumerate(found))
 
     def mean(self) -> int:
         """Bytes below which the peak of the fullest rank is not, whatever layers each has: the mean of what parameters take."""
-        ranks = range(self.config.parallel.pp)
-        groups = (param_groups(self.weights, *layers_and_ends(self.plan.stages(n)), self.sharing) for n in ranks)
-        return sum(least_bytes(group, self.sharing) for group in groups) // len(ranks) + self._outside
+        ranks = self.config.parallel.pp
+        return sum(least_bytes(self._groups(n), self.sharing) for n in range(ranks)) // ranks + self._outside
 
-    def _chosen(self, number: int, stages: Mapping[int, StageLayers]) -> RankEstimate:
+    def _chosen(self, number: int) -> RankEstimate:
         """The cheapest estimate within the limit, or the nearest to it. The trainer's own choice limits bytes in use only."""
         memory = self.config.memory
-        options = rank_options(self.trace, stages, self._allowed(), self.machine, self.prefix, self.config.recompute)
-        times = {path: self.machine.seconds(part) for path, part, _ in self._parts(stages)}
+        parts = self._placed(number, {})
+        options = rank_options(parts, self._allowed(), self.machine, self.config.recompute)
+        times = {part.path: self.machine.seconds(part.trace) for part in chain(*parts.values())}
         waits = self.auto is None or memory.offload == "all"
-        known: dict[frozenset[tuple[str, str]], RankEstimate] = {}  # a walk takes most of the time
 
-        def estimate(placements: Mapping[str, str]) -> RankEstimate:
-            key = frozenset(placements.items())
-            if key not in known:
-                known[key] = self._estimate(number, stages, placements)
-            return known[key]
+        # A walk takes most of the time.
+        estimate = cache(lambda placements: self._estimate(number, dict(placements)))
 
         def used(placements: Mapping[str, str]) -> int:
-            fit = estimate(placements).fit
+            fit = estimate(frozenset(placements.items())).fit
             return least_budget(fit.total, fit.error) if self.auto is not None else fit.allocated
 
-        kept = estimate({})
+        kept = estimate(frozenset())
         limit = self._limit(kept)
-
-        choice = choose(number, options, times, kept.levels, self.plan.microbatches, limit, self.machine, waits, used)
+        costs = ChoiceCosts(options, times, kept.levels, self.plan.microbatches, self.machine, waits)
+        choice = costs.choose(number, limit, used)
         over = f"rank {number} by {format_bytes(choice.peak - limit)}" if choice.peak > limit else ""
-        found = estimate(choice.placements)
+        found = estimate(frozenset(choice.placements.items()))
         # The manager's plan may leave bytes on the device that the choice has on the host.
         freed = {k.path: k.held - now.held for k, now in zip(kept.sublayers, found.sublayers, strict=True)}
         choice = replace(choice, placed=tuple(replace(p, freed=freed[p.path]) for p in choice.placed))
         return replace(found, stall=choice.waits if self._measures else found.stall, choice=choice, over=over)
 
-    def _estimate(self, number: int, stages: Mapping[int, StageLayers], placements: Mapping[str, str]) -> RankEstimate:
-        run = self._run(number, stages, placements)
-        walked, recompute = walk(run), self.config.recompute
-        carried = {
-            part.path: offloaded_bytes(walked.plan, part, run.hidden, run.least, run.engine)
-            for part in chain.from_iterable(run.stages.values())
-            if part.placement == "offload" and walked.plan is not None
-        }
-        sublayers = [
-            option(path, part, placements.get(path, "keep"), recompute, self.machine, more, carried.get(path))
-            for path, part, more in self._parts(stages)
-        ]
+    def _estimate(self, number: int, placements: Mapping[str, str]) -> RankEstimate:
+        run = self._run(number, placements)
+        walked = walk(run)
+        sublayers = []
+        for part in chain(*run.stages.values()):
+            carried = None
+            if part.placement == "offload" and walked.plan is not None:
+                carried = offloaded_bytes(walked.plan, part, run)
+            placement = placements.get(part.path, "keep")
+            sublayers.append(option(part, placement, self.config.recompute, self.machine, carried))
         stall = 0.0 if walked.plan is None else walked.plan.stall_seconds
         steps = 1 if run.interleaves else self.plan.microbatches  # of the manager in a step
-        fit = self._fit(number, sum(len(stage.layers) for stage in stages.values()), walked, placements)
+        fit = self._fit(number, walked, placements)
         return RankEstimate(fit, walked.levels, tuple(sublayers), walked.before, steps * stall)
 
-    def _fit(self, number: int, layers: int, walked: Walked, placements: Mapping[str, str]) -> RankFit:
+    def _fit(self, number: int, walked: Walked, placements: Mapping[str, str]) -> RankFit:
+        layers = sum(len(stage.layers) for stage in self.plan.stages(number).values())
         cached = walked.reserved - walked.peak.allocated if self.sharing.gpu else 0
         graph = GRAPH_NODES * layers * self.plan.microbatches if self.captured else 0
         other = self._outside + self.exchange + graph
@@ -226,17 +208,17 @@ class RunEstimator:
         error = self.error(placements)
         return RankFit(number, **held, other=other, where=walked.peak.where, cached=cached, error=error)
 
-    def _run(self, number: int, stages: Mapping[int, StageLayers], placements: Mapping[str, str]) -> RankRun:
+    def _run(self, number: int, placements: Mapping[str, str]) -> RankRun:
         c, pipeline = self.config, self.config.parallel.pp > 1
-        layers, embedding, head = layers_and_ends(stages)
         actions = self.computations(number) if self.actions is None else self.actions[number]
-        measured = None
+        placed, measured = self._placed(number, placements), None
         if self._measures:
-            measured = self._placed(stages, {path: "offload" for path, *_ in self._parts(stages)})
+            measured = self._placed(number, {part.path: "offload" for part in chain(*placed.values())})
+        router_loss = self.trace.router_loss if self.engine and not pipeline else None
         return RankRun(
-            param_groups(self.weights, layers, embedding, head, self.sharing),
+            self._groups(number),
             self.sharing,
-            self._placed(stages, placements),
+            placed,
             shortened(actions, self.engine),
             self._adding_tokens() if self.sharing.adds_in_place else 0,
             self.hidden * self.sharing.compute,
@@ -249,20 +231,17 @@ class RunEstimator:
             # The trainer's own choice of placements counts on what the link carries already.
             link=None if self._measures or "offload" not in placements.values() else self._link(),
             measured=measured,
-            router_loss=self._router_loss(),
+            router_loss=None if router_loss is None else part_of("router loss", "head", router_loss),
         )
 
-    def _router_loss(self) -> Part | None:
-        loss = self.trace.router_loss
-        if loss is None or not self.engine or self.config.parallel.pp > 1:
-            return None
-        return part_of("router loss", "head", loss)
+    def _groups(self, number: int) -> list[ParamGroup]:
+        return param_groups(self.weights, *layers_and_ends(self.plan.stages(number)), self.sharing)
 
-    def _placed(self, stages: Mapping[int, StageLayers], placements: Mapping[str, str]) -> dict[int, list[Part]]:
+    def _placed(self, number: int, placements: Mapping[str, str]) -> dict[int, list[Part]]:
         mode = self.config.recompute
         return {
             n: placed_parts(self.trace, stage, placements, prefix=self.prefix, recompute=mode)
-            for n, stage in stages.items()
+            for n, stage in self.plan.stages(number).items()
         }
 
     def _link(self) -> Link:
@@ -329,9 +308,6 @@ class RunEstimator:
         own = kept.before + kept.fit.other + parse_bytes(self.config.memory.budget)
         return own if self.budget is None else min(own, largest_total(self.budget, self.error({})))
 
-    def _parts(self, stages: Mapping[int, StageLayers]) -> list[tuple[str, PartTrace, int]]:
-        return [part for stage in stages.values() for part in parts_of(self.trace, stage, self.prefix)]
-
 
 def layers_and_ends(stages: Mapping[int, StageLayers]) -> tuple[list[StageLayer], bool, bool]:
     """A rank's layers, and whether it has embedding and head."""
@@ -378,22 +354,21 @@ class StepTimer:
         times = {n: self._stage(stage) for mine in stages for n, stage in mine.items()}
         ranks = [next(r for r, mine in enumerate(stages) if n in mine) for n in sorted(times)]
         message, contention = self._message() if pp > 1 else 0.0, device.at("contention")
-        on_device = ScheduleTimer(actions, ranks, times, message, engine, contention).run()
-        launch, launched = self.run.launch, on_device.seconds
-        if launch:
-            launched = ScheduleTimer(actions, ranks, times, message, engine, contention, launch).run().seconds
+        on_device = ScheduleTimer(actions, ranks, times, message, engine, contention)
+        launch = self.run.launch
+        called = replace(on_device, launch=launch) if launch else on_device
         overheads = [self._overhead(rank, stages[rank]) for rank in range(pp)]
         slowest = max(overheads, key=lambda b: b.gather + b.reduce)
         return StepTime(
             device=device.name,
             schedule=on_device.seconds + self.stall,
-            launched=launched + self.stall,
+            launched=called.seconds + self.stall,
             gather=slowest.gather,
             reduce=slowest.reduce,
             optimizer=max(b.optimizer for b in overheads),
             host=max(on_device.launches) * launch,
-            busy=on_device.busy,
-            exposed=on_device.exposed,
+            busy=tuple(on_device.busy),
+            exposed=tuple(on_device.exposed),
             tokens=config.train.batch * config.train.sequence,
             measured=bool(device.measured()),
             launch=launch,
@@ -409,12 +384,13 @@ class StepTimer:
 
     def _weights(self, stages: Mapping[int, StageLayers]) -> int:
         """Parameters of a rank, counted by their tensors."""
-        weights, (layers, embedding, head) = self.run.weights, layers_and_ends(stages)
-        return (
-            sum(len(weights.of(layer)) for layer in layers)
-            + len(weights.embedding) * embedding
-            + len(weights.head) * head
-        )
+        layers = layers_and_ends(stages)[0]
+        return sum(len(self.run.weights.of(layer)) for layer in layers) + len(self._ends(stages))
+
+    def _ends(self, stages: Mapping[int, StageLayers]) -> tuple[Weight, ...]:
+        """The parameters of embedding and head that a rank has."""
+        _, embedding, head = layers_and_ends(stages)
+        return self.run.weights.embedding * embedding + self.run.weights.head * head
 
     def _sharding(self) -> ShardingTime:
         return ShardingTime(self.run.clock.device, self.run.sharing, self.run.plan.microbatches)
@@ -455,12 +431,7 @@ class StepTimer:
 
     def _overhead(self, rank: int, stages: Mapping[int, StageLayers]) -> StepOverhead:
         layers = [self._elements(n) for stage in stages.values() for n in stage.layers]
-        outside = [
-            w
-            for s in stages.values()
-            for w in self.run.weights.embedding * s.embedding + self.run.weights.head * s.head
-        ]
-        ends = Elements.of(outside, self.run.sharing)
+        ends = Elements.of(self._ends(stages), self.run.sharing)
         fused, clips = self.run.config.optimizer.fused, self.run.config.train.clip > 0
         frozen = self.run.sharing.frozen * sum(e.frozen for e in (*layers, ends))
         trained = self.parameters[rank] - frozen // (self.run.sharing.data if self.run.sharing.sharded else 1)

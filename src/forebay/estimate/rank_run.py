@@ -1,20 +1,41 @@
-"""A run on one rank, as the walk reads it, and what the walk finds: plain data."""
+"""A run on one rank, as the walk reads it, and what the walk finds."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 
 from forebay.estimate.fsdp import ParamGroup
-from forebay.estimate.offloading import Link
 from forebay.estimate.parts import Part
 from forebay.estimate.state import Sharing
-from forebay.memory.timeline import Plan
+from forebay.memory.solver import fit_link, is_interleaved, offload_all, plan_interleaved
+from forebay.memory.timeline import Plan, Timeline
 from forebay.pipeline.schedule import Action
 
 # By an action's kind: forwards that wait for their backward, more or less.
 _HELD = MappingProxyType({"F": 1, "B": -1, "I": -1})
+
+
+@dataclass(frozen=True)
+class Link:
+    """The link to the host, and what may use it.
+
+    Attributes:
+        rates: positional rates of a `Timeline`, bytes a second.
+        seconds: of the forward and backward of each of a part's calls, recomputation included. A device that waits for its host
+            is slower than its profile: the run then offloads more than is planned here.
+        everything: `offload = "all"`: the device may wait for the link.
+    """
+
+    rates: tuple[float | None, ...]
+    seconds: Callable[[Part], Sequence[tuple[float, float]]]
+    everything: bool = False
+
+    def plan(self, timeline: Timeline, paths: frozenset[str]) -> Plan:
+        if is_interleaved(timeline):
+            return plan_interleaved(timeline, paths, self.everything)
+        return offload_all(timeline, paths) if self.everything else fit_link(timeline, paths)
 
 
 @dataclass(frozen=True)
@@ -27,8 +48,7 @@ class RankRun:
         summed: if the engine sums the vocabulary's gradients itself: bytes that it takes for a moment to add a microbatch's
             gradients of embedded tokens; else 0.
         hidden: bytes of a microbatch's hidden states.
-        graph: steps are to be captured in a CUDA graph.
-        fails: the capture fails: all steps are called.
+        graph, fails: steps are to be captured in a CUDA graph, which fails: all are called.
         expandable: the trainer has torch expand segments; on GPUs only.
         at_once: the engine adds the embedding's gradients as they are made.
         tied: embedding and head are one parameter.
@@ -113,7 +133,7 @@ class Walked:
 
     Attributes:
         reserved: peak bytes of segments.
-        peak: the highest level of all steps.
+        peak: of all steps.
         levels: of the last step, in order; `peak` comes first if it is higher than all of them.
         before: bytes in use before a forward, as a manager measures them in its second step, with all moments.
         plan: what the manager offloads, and when.

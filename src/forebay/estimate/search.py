@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from rich.table import Table
 
@@ -24,15 +24,13 @@ from forebay.estimate.fit import headroom, least_budget
 from forebay.estimate.layers import LayerPlan, fast_path_of, plan_layers, shape_of, sharing_of
 from forebay.estimate.plan import Fit, PlanRequest, bounding, fit_run
 from forebay.estimate.processes import forked_map
-from forebay.estimate.rank import RunEstimator
 from forebay.estimate.trace_cache import TraceCache
 from forebay.policy import format_bytes
 from forebay.train.model_checks import check_length, positions_of
 from forebay.train.parallel import experts_in
 
 
-@dataclass(frozen=True)
-class Tried:
+class Tried(NamedTuple):
     """A candidate, and the bytes that it leaves of the budget; negative if it does not fit."""
 
     value: int
@@ -41,12 +39,11 @@ class Tried:
 
 @dataclass(frozen=True)
 class Largest:
-    """The largest of some ascending values that fits.
+    """The largest of some ascending values that fits; None if none does.
 
     Attributes:
-        found: None if none fits.
         next: the value after it, which does not fit; None if `found` is the last, or the search was interrupted.
-        tried: all candidates, in the order in which they were tried.
+        tried: in the order in which they were tried.
         interrupted: by Ctrl-C: `found` is the largest of those that were tried.
     """
 
@@ -57,11 +54,10 @@ class Largest:
 
 
 def largest(values: Sequence[int], headroom: Callable[[int], int], monotone: bool = True) -> Largest:
-    """Search `values`. Unless it was interrupted, `found` and `next` were both tried, whatever `headroom` does.
+    """Search at least one, ascending values. Unless it was interrupted, `found` and `next` were both tried, whatever `headroom`
+    does, which is called rarely, since each call may be a trace.
 
     Args:
-        values: at least one, ascending.
-        headroom: bytes that a value leaves; called rarely, since each call may be a trace.
         monotone: a larger value leaves less. Steps double until one does not fit; then interpolation and bisection take turns.
             Otherwise values are tried from the largest down, until one fits.
 
@@ -128,8 +124,7 @@ class Candidate:
     """A mesh that can be run.
 
     Attributes:
-        peak: bytes of its fullest process.
-        rank: the pipeline rank of that process; None where the mean over ranks is too much already.
+        peak, rank: bytes of its fullest process, and the pipeline rank of that; None where the mean over ranks is too much.
         fits: None without a budget.
         seconds: of a step; None without a device, or if it was not needed.
         at_least: the peak may be higher: planning stopped where it did not fit.
@@ -144,12 +139,8 @@ class Candidate:
 
 
 def meshes(gpus: int, replicate: int = 1, node: int | None = None) -> Iterator[MeshShape]:
-    """Every mesh of `gpus` GPUs, whether a model can use it or not.
-
-    Args:
-        replicate: number of replicas.
-        node: GPUs of a host: one replica, and replicas of whole hosts, across which an all-reduce may cost less than gathers.
-    """
+    """Every mesh, whether a model can use it or not: with `replicate` replicas, and, if that is one and a host has `node` GPUs,
+    with replicas of whole hosts, across which an all-reduce may cost less than gathers."""
     for replicas in divisors(gpus):
         if replicas == replicate or (node and replicate == 1 and gpus // replicas % node == 0):
             for pp in divisors(gpus // replicas):
@@ -183,7 +174,6 @@ class Search:
         settings: ``section.key`` to value of the run that was found; empty if none was.
         sentence: what was found, and what does not fit.
         config, plan, fit: of the run that was found; if none fits, of the nearest.
-        tried: candidates; empty for "mesh".
         candidates, refused: for "mesh": those that can run, the best first, and the others with the reason.
         interrupted: Ctrl-C ended it: a better one may exist.
     """
@@ -199,17 +189,13 @@ class Search:
     refused: tuple[tuple[MeshShape, str], ...] = ()
     interrupted: bool = False
 
-    @property
-    def found(self) -> bool:
-        return bool(self.settings)
-
     def as_dict(self) -> dict[str, Any]:
         return {
             "what": self.what,
             "found": self.settings or None,
             **({"interrupted": True} if self.interrupted else {}),
             "sentence": self.sentence,
-            "tried": [asdict(t) for t in self.tried],
+            "tried": [t._asdict() for t in self.tried],
             "meshes": [asdict(c) for c in self.candidates],
             "refused": [{"mesh": asdict(mesh), "reason": reason} for mesh, reason in self.refused],
         }
@@ -269,7 +255,6 @@ def search(
     Args:
         what: one of `SEARCHES`.
         budget: bytes a process may use; None is valid for "mesh" only.
-        skew, processes: see `fit_run`.
         device: for step times; the best mesh is then the fastest that fits, else the one with the lowest peak.
         auto: choose placements for the budget, instead of those of the configuration.
         progress: called before each candidate, with a sentence about those before.
@@ -306,11 +291,7 @@ class _Runs:
         return self.traces.declared(self.asked.config)
 
     def changed(self, settings: dict[str, Any]) -> Config:
-        """The request's configuration with other settings; a default batch follows.
-
-        Raises:
-            UsageError: it cannot run on so many processes.
-        """
+        """The request's configuration with other settings; a default batch follows. Raises UsageError if it cannot run."""
         raw = self.asked.config.to_dict()
         for name, value in settings.items():
             section, option, *key = name.split(".")
@@ -329,19 +310,12 @@ class _Runs:
 
     def trace(self, mesh: MeshShape) -> None:
         """Make the traces that plans of a mesh need, before processes are forked for these: where a process with GPUs has run a
-        backward, as a trace does, the ones that it forks cannot.
-
-        Raises:
-            UsageError: see `changed`, or a model that cannot be traced.
-        """
+        backward, as a trace does, the ones that it forks cannot. Raises UsageError if the mesh cannot be planned."""
         config = fast_path_of(self.changed(_mesh_settings(mesh)), self.world, self.traces).config
         check_experts(mesh.ep, experts_in(self.declared))
         for skew in {1.0, self.skew}:
             shape = shape_of(config, self.declared, sharing_of(config, self.world), skew)
-            self.traces.trace(config.model, self.declared, shape)
-
-    def bounding(self, config: Config, plan: LayerPlan) -> RunEstimator:
-        return bounding(config, plan, self.world, self.traces, self.skew, self.auto)
+            self.traces.trace(config, shape)
 
     def fit(self, config: Config, plan: LayerPlan, budget: int | None, processes: int, stop: int | None = None) -> Fit:
         """`stop`: at the first rank that does not fit so many bytes."""
@@ -367,13 +341,12 @@ def _size(runs: _Runs, what: str, budget: int, progress: Callable[[str], None]) 
     planned: dict[int, tuple[Config, LayerPlan, Fit]] = {}
 
     def room(value: int) -> int:
-        if value in planned:
-            return planned[value][2].fullest.headroom(budget)
-        fitting = max((v for v, (_, _, fit) in planned.items() if fit.fits), default=None)
-        best = "" if fitting is None else f"; best so far {_count(what, fitting)}"
-        progress(f"planned runs: {len(planned)}{best}; next is {_count(what, value)}")
-        config, plan = runs.plan(_settings(runs, what, value))
-        planned[value] = config, plan, runs.fit(config, plan, budget, runs.processes)
+        if value not in planned:
+            fitting = max((v for v, (_, _, fit) in planned.items() if fit.fits), default=None)
+            best = "" if fitting is None else f"; best so far {_count(what, fitting)}"
+            progress(f"planned runs: {len(planned)}{best}; next is {_count(what, value)}")
+            config, plan = runs.plan(_settings(runs, what, value))
+            planned[value] = config, plan, runs.fit(config, plan, budget, runs.processes)
         return planned[value][2].fullest.headroom(budget)
 
     def captured(value: int) -> bool:
@@ -385,11 +358,9 @@ def _size(runs: _Runs, what: str, budget: int, progress: Callable[[str], None]) 
         result = largest_of_both(values, room, captured, result)
     value = result.found.value if result.found else min(t.value for t in result.tried)
     config, plan, fit = planned[value]
-    settings = {}
-    if result.found:
-        settings = _settings(runs, what, value)
-        if runs.asked.rebatch and what == "microbatch":
-            settings["train.batch"] = config.train.batch
+    settings = _settings(runs, what, value) if result.found else {}
+    if result.found and runs.asked.rebatch and what == "microbatch":
+        settings["train.batch"] = config.train.batch
     following = planned[result.next.value][2] if result.next else None
     last = "the search was interrupted before larger ones were excluded" if result.interrupted else last
     sentence = _sized(what, result, fit, following, last, budget)
@@ -470,7 +441,7 @@ def _shallowest(runs: _Runs) -> int:
     config = runs.asked.config
     if isinstance(config.memory.policy, str):
         return 1
-    facts = runs.traces.facts(config.model, runs.declared)
+    facts = runs.traces.facts(config)
     inside = f"{facts.prefix}."
     numbers = {p: int(p[len(inside) :].partition(".")[0]) if p.startswith(inside) else 0 for p in facts.paths}
     first = (min((numbers[p] for p in numbers if fnmatchcase(p, q)), default=0) for q in config.memory.policy)
@@ -582,12 +553,12 @@ def _plan_mesh(
         # To look for a partition may take longer than all else.
         if stop is not None and mesh.pp > 1 and runs.asked.config.parallel.partition == "auto":
             config, plan = runs.plan({**settings, "parallel.partition": "even"})
-            mean = runs.bounding(config, plan).mean()
+            mean = bounding(config, plan, runs.world, runs.traces, runs.skew, runs.auto).mean()
             if headroom(mean, stop) < 0:
                 return Candidate(mesh, mean, None, False, None, at_least=True), None
         config, plan = runs.plan(settings)
         if stop is not None:
-            least, rank = runs.bounding(config, plan).least()
+            least, rank = bounding(config, plan, runs.world, runs.traces, runs.skew, runs.auto).least()
             if headroom(least, stop) < 0:
                 return Candidate(mesh, least, rank, False, None, at_least=True), None
         fit = runs.fit(config, plan, budget, processes, stop)

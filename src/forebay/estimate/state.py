@@ -22,6 +22,8 @@ from forebay.pipeline.partition import StageLayer
 from forebay.train.parallel import even_dimension
 from forebay.train.weights_in_place import is_split
 
+SAME_HOST = 8
+"""GPUs of one host, which reach each other's memory: `dispatch = "auto"` asks for that."""
 CONTEXT = 850 << 20
 """Bytes of a CUDA context (0.60 GiB before anything ran) with the kernels of torch, cuBLAS, cuDNN and Triton (0.80 to 0.82 GiB
 after some steps). This and the next are measured on H200s, torch 2.11, CUDA 13, NCCL 2.28: what the device has in use besides
@@ -240,9 +242,9 @@ def _group_bytes(processes: int, channels: int = DEFAULT) -> int:
 
 
 def all_to_all_bytes(ranks: int) -> int:
-    """Bytes of NCCL's all-to-all, more than of a group that only agrees on things. Beyond the 8 ranks of one host it is not
+    """Bytes of NCCL's all-to-all, more than of a group that only agrees on things. Beyond the ranks of one host it is not
     known."""
-    return (DEFAULT - FEW) * CHANNEL + PEER * (min(ranks, 8) - 1)
+    return (DEFAULT - FEW) * CHANNEL + PEER * (min(ranks, SAME_HOST) - 1)
 
 
 def symmetric_bytes(ranks: int, tokens: int, hidden: int, slots: int, element: int) -> int:

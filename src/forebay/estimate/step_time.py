@@ -7,15 +7,14 @@ Output: a `StepTime`. A `ScheduleTimer` puts kernel times on the actions; `Shard
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
 from itertools import zip_longest
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from forebay.estimate.device import DeviceProfile
 from forebay.estimate.fit import CAPTURED_TIME_ERROR, HOSTS, TIME_ERROR
-from forebay.estimate.layer_time import NO_TIME, Clock, KernelTime
+from forebay.estimate.layer_time import NO_TIME, KernelTime
 from forebay.estimate.state import Sharing, Weight
 from forebay.pipeline.schedule import Action
 
@@ -28,14 +27,9 @@ class StageTime:
     backward: tuple[KernelTime, ...]
 
 
-@dataclass(frozen=True)
-class StepOverhead:
-    """Seconds of a step outside of the schedule's actions.
-
-    Attributes:
-        gather, reduce: of sharded parameters and gradients, not hidden.
-        optimizer: clipping and the update.
-    """
+class StepOverhead(NamedTuple):
+    """Seconds of a step outside of the schedule's actions: of sharded parameters and gradients, not hidden, and of clipping and
+    the update."""
 
     gather: float = 0.0
     reduce: float = 0.0
@@ -47,13 +41,11 @@ class StepTime:
     """Seconds of a step, and where they go.
 
     Attributes:
-        device: name of the profile.
         schedule: from the first action to the last rank's end, on the device.
         launched: the same, with hosts that launch each kernel; equal to `schedule` for a CUDA graph step.
         gather, reduce, optimizer: see `StepOverhead`; of the slowest rank.
         host: seconds of the slowest host's launches; 0 for a CUDA graph step.
-        busy: by pipeline rank, seconds in which an action runs.
-        exposed: by pipeline rank, seconds of all-to-alls that nothing hides.
+        busy, exposed: see `ScheduleTimer`.
         tokens: of the global batch.
         measured: some figure of the device was measured on one; else all are from data sheets.
         around: seconds of the host between steps, while the device is idle.
@@ -139,23 +131,9 @@ class StepTime:
         }
 
 
-@dataclass(frozen=True)
-class ScheduleTime:
-    """A schedule's seconds; by rank the seconds it is busy, those of exposed all-to-alls among them, and its launches."""
-
-    seconds: float
-    busy: tuple[float, ...]
-    exposed: tuple[float, ...]
-    launches: tuple[float, ...]
-
-
-TimeSegment = tuple[float, float, float]
-"""A layer, embedding or head: seconds computing, seconds of all-to-alls that nothing hides, launches."""
-
-
 @dataclass
 class ScheduleTimer:
-    """Puts the actions of all ranks in time; `run` once.
+    """Puts the actions of all ranks in time.
 
     An action starts when its rank is free and its input is there: from the stage before (forward) or after (backward), and from
     another rank with a message. The host launches kernels ahead of the device, layer by layer: none ends before it is launched,
@@ -166,12 +144,16 @@ class ScheduleTimer:
 
     Attributes:
         actions: of each rank, those that compute; see `forebay.pipeline.schedule`.
-        ranks: rank of each stage.
+        ranks: of each stage.
         message: seconds of hidden states from one rank to another.
         engine: the experts' weight gradients are made during the transfer after dispatch's gradient, half of B's transfers
             (`forebay.pipeline.sublayer`).
         contention: share of a hidden all-to-all by which what hides it is slower: both use the same memory and multiprocessors.
         launch: seconds of the host for a launch; 0 for a CUDA graph step.
+        busy, exposed: of each rank, seconds in which an action runs, and those of all-to-alls that nothing hides among them.
+
+    Raises:
+        ValueError: actions wait for each other, or for one that no rank has.
     """
 
     actions: Sequence[Sequence[Action]]
@@ -184,18 +166,12 @@ class ScheduleTimer:
 
     def __post_init__(self) -> None:
         count = len(self.actions)
-        self._segments: dict[tuple[Any, ...], list[TimeSegment]] = {}  # by kind of action
+        # By kind of action, of each layer, embedding and head, without hidden all-to-alls.
+        self._segments: dict[tuple[Any, ...], list[KernelTime]] = {}
         self._ended: dict[tuple[str, int, int], float] = {}
-        self._free, self._busy, self._exposed, self._launches = ([0.0] * count for _ in range(4))
+        self.busy, self.exposed, self.launches, self._free = ([0.0] * count for _ in range(4))
         self._launched = [0.0] * count  # when each host has launched all of its actions so far
-
-    def run(self) -> ScheduleTime:
-        """The time of the whole schedule.
-
-        Raises:
-            ValueError: actions wait for each other, or for one that no rank has.
-        """
-        at = [0] * len(self.actions)
+        at = [0] * count
         while any(i < len(todo) for i, todo in zip(at, self.actions, strict=True)):
             before = list(at)
             for rank, todo in enumerate(self.actions):
@@ -204,7 +180,11 @@ class ScheduleTimer:
             if at == before:
                 waits = ", ".join(str(todo[i]) for i, todo in zip(at, self.actions, strict=True) if i < len(todo))
                 raise ValueError(f"these actions wait for what never comes: {waits}")
-        return ScheduleTime(max(self._free), tuple(self._busy), tuple(self._exposed), tuple(self._launches))
+
+    @property
+    def seconds(self) -> float:
+        """Of the whole schedule."""
+        return max(self._free)
 
     def _perform(self, rank: int, action: Action) -> bool:
         end = self._free[rank]
@@ -213,17 +193,17 @@ class ScheduleTimer:
             if ready is None:
                 return False
             end = max(end, ready)
-        computing = exposed = launches = 0.0
+        total = NO_TIME
         for segment in self._segments_of(action):
-            self._launched[rank] += segment[2] * self.launch
-            end = max(end + segment[0] + segment[1], self._launched[rank])
-            computing, exposed, launches = computing + segment[0], exposed + segment[1], launches + segment[2]
+            self._launched[rank] += segment.launches * self.launch
+            end = max(end + segment.compute + segment.all_to_all, self._launched[rank])
+            total += segment
         for part in action.each:
             self._ended["F" if part.kind == "F" else "B", part.stage, part.microbatch] = end
         self._free[rank] = end
-        self._busy[rank] += computing + exposed
-        self._exposed[rank] += exposed
-        self._launches[rank] += launches
+        self.busy[rank] += total.alone
+        self.exposed[rank] += total.all_to_all
+        self.launches[rank] += total.launches
         return True
 
     def _ready(self, rank: int, part: Any) -> float | None:
@@ -242,13 +222,13 @@ class ScheduleTimer:
             return None
         return ended + (self.message if self.ranks[source[1]] != rank else 0.0)
 
-    def _segments_of(self, action: Action) -> list[TimeSegment]:
+    def _segments_of(self, action: Action) -> list[KernelTime]:
         kind = (action.kind, action.stage, *(part.stage for part in action.parts))
         if kind not in self._segments:
             self._segments[kind] = self._count(action)
         return self._segments[kind]
 
-    def _count(self, action: Action) -> list[TimeSegment]:
+    def _count(self, action: Action) -> list[KernelTime]:
         if action.kind == "OVERLAP_F_B":
             forward, backward = action.parts
             return self._overlap_fwd_bwd(self.stages[forward.stage].forward, self.stages[backward.stage].backward)
@@ -259,12 +239,12 @@ class ScheduleTimer:
             case "B":
                 return self._overlap_fwd_bwd((), stage.backward)
             case "I":
-                return [(time.compute, time.all_to_all, time.launches) for time in stage.backward]
+                return [replace(time, weight_grads=0.0) for time in stage.backward]
             case "W":
-                return [(sum(time.weight_grads for time in stage.backward), 0.0, 0.0)]
+                return [KernelTime(sum(time.weight_grads for time in stage.backward))]
         raise ValueError(f"{action} computes nothing")
 
-    def _overlap_fwd_bwd(self, forward: Sequence[KernelTime], backward: Sequence[KernelTime]) -> list[TimeSegment]:
+    def _overlap_fwd_bwd(self, forward: Sequence[KernelTime], backward: Sequence[KernelTime]) -> list[KernelTime]:
         found = []
         for f, b in zip_longest(forward, backward, fillvalue=NO_TIME):
             all_to_all = f.all_to_all + b.all_to_all
@@ -274,7 +254,7 @@ class ScheduleTimer:
                 hides = min(b.all_to_all / 2, b.weight_grads) if self.engine else 0.0
             hidden = min(all_to_all, hides)
             computing = f.computing + b.computing + self.contention * hidden
-            found.append((computing, all_to_all - hidden, f.launches + b.launches))
+            found.append(KernelTime(computing, all_to_all - hidden, launches=f.launches + b.launches))
         return found
 
 
@@ -315,7 +295,6 @@ class Elements:
 
     @classmethod
     def of(cls, weights: Sequence[Weight], s: Sharing) -> Elements:
-        """Elements of `weights`, which processes share as `s` says."""
         counts = dict.fromkeys(("rest", "experts", "frozen", "lent_rest", "lent_experts", "split"), 0)
         for w in weights:
             kind = "experts" if w.experts else "rest"
@@ -358,25 +337,18 @@ class Beside(NamedTuple):
 
 @dataclass(frozen=True)
 class ShardingTime:
-    """Seconds of gathering sharded parameters, reducing their gradients, and adding gradients up.
+    """Seconds of gathering sharded parameters, reducing their gradients, and adding gradients up over a step's `microbatches`.
 
     Engines (`forebay.train.unsharded_step`) gather once before a step and reduce once after it, and nothing hides that; resharded
     experts are gathered for each forward and backward. FSDP2 gathers a layer while the one before runs, and reduces it while
     the next runs: a layer waits for the seconds that the link is longer than that, and copies are never hidden. Embedding and
     head are gathered and reduced as often, where nothing hides it. Replicas all-reduce their shards once a step; FSDP2 does
     that beside the reduce-scatters, an engine after each of them.
-
-    Attributes:
-        microbatches: of a process in a step.
     """
 
     device: DeviceProfile
     sharing: Sharing
     microbatches: int
-
-    @cached_property
-    def _clock(self) -> Clock:
-        return Clock(self.device)
 
     def layer(self, part: Elements, beside: Beside) -> tuple[float, float]:
         """Seconds of a microbatch's forward and backward through a layer, besides its own kernels."""
@@ -400,7 +372,7 @@ class ShardingTime:
         """Seconds of a rank's step outside of its microbatches.
 
         Args:
-            parts, ends: of each of its layers; of embedding and head.
+            parts, ends: of its layers, and of embedding and head.
             parameters: bytes of its own shards that are trained.
             fused: AdamW is one kernel, which reads parameter, gradient and two moments and writes all but the gradient;
                 else about 14 more reads and writes of a shard.
@@ -419,16 +391,17 @@ class ShardingTime:
         adding = self.microbatches * self._adding(ends)
         if not s.sharded:
             return StepOverhead(reduce=adding, optimizer=optimizer)
-        inside = parts if s.gathered else ()
-        gathers = sum((self._gathers(p) for p in (*inside, ends)), TransferTime())
-        if s.gathers_experts:
-            gathers = sum((self._gather(p.rest - p.lent_rest, s.data) for p in (*inside, ends)), TransferTime())
-        reduces = sum((self._reduces(p) for p in (*inside, ends)), TransferTime())
+        once = (*parts, ends) if s.gathered else (ends,)
+        gathers = sum(map(self._gathers, once), TransferTime())
+        reduces = sum(map(self._reduces, once), TransferTime())
         if s.gathered:  # the sums are filled with zeros
-            zeros = s.summed * sum(p.rest + p.experts for p in (*inside, ends))
-            return StepOverhead(gathers.exposed + self._clock.moved(zeros), reduces.exposed, optimizer)
+            zeros = s.summed * sum(p.rest + p.experts for p in once)
+            return StepOverhead(gathers.exposed + self._moved(zeros), reduces.exposed, optimizer)
         gather = gathers.exposed * (2 * self.microbatches if s.reshard else 1)
         return StepOverhead(gather, reduces.exposed * (1 if s.sums else self.microbatches) + adding, optimizer)
+
+    def _moved(self, count: float) -> float:
+        return count / self.device.at("bandwidth", count)
 
     def _updating(self, count: int, rate: _Rate) -> float:
         share, most = rate
@@ -440,6 +413,8 @@ class ShardingTime:
 
     def _gathers(self, part: Elements) -> TransferTime:
         s, rest, experts = self.sharing, part.rest - part.lent_rest, part.experts - part.lent_experts
+        if s.gathers_experts:  # for each use
+            return self._gather(rest, s.data)
         if s.ep == 1:
             return self._gather(rest + experts, s.data)
         return self._gather(rest, s.data) + self._gather(experts, self._columns)
@@ -457,7 +432,7 @@ class ShardingTime:
         copies = 1 if processes > 1 else 0 if once else 2
         moved = elements / processes * (s.parameter + s.compute) + 2 * elements * s.compute * copies
         sent = elements * s.compute * (processes - 1) / processes
-        return TransferTime(self._clock.moved(moved), sent / self.device.link("all_gather", self._within, processes))
+        return TransferTime(self._moved(moved), sent / self.device.link("all_gather", self._within, processes))
 
     def _reduce(self, elements: int, processes: int, split: int = 0) -> TransferTime:
         """Gradients are copied in chunks and summed, and the own shard is cast. One process only casts, and not those of weights
@@ -468,11 +443,11 @@ class ShardingTime:
             moved = 0.0 if s.summed == s.parameter else (elements - split) * (s.summed + s.parameter)
             if s.replicate > 1 and not s.gathered:  # FSDP2 copies them, divides by 1, and copies again
                 moved += 6 * elements * s.summed
-            return TransferTime(self._clock.moved(moved), across)
+            return TransferTime(self._moved(moved), across)
         moved = self._chunked(elements) + elements / processes * (s.summed + s.parameter)
         sent = elements * s.summed * (processes - 1) / processes
         inside = sent / self.device.link("reduce_scatter", self._within, processes)
-        return TransferTime(self._clock.moved(moved), inside + across if s.gathered else max(inside, across))
+        return TransferTime(self._moved(moved), inside + across if s.gathered else max(inside, across))
 
     def _chunked(self, elements: int) -> float:
         """Bytes of a copy that take as long as FSDP2's of gradients to where their chunks are sent from."""
@@ -501,8 +476,8 @@ class ShardingTime:
             moved += (s.compute + summed) / count
         experts = 0.0 if s.adds_in_place else moved  # `Clock.seconds` has it
         if part.frozen:  # adapters: the experts are frozen
-            return self._clock.moved((part.rest + part.experts - part.frozen) * moved)
-        return self._clock.moved(part.rest * moved + part.experts * experts)
+            return self._moved((part.rest + part.experts - part.frozen) * moved)
+        return self._moved(part.rest * moved + part.experts * experts)
 
     @property
     def _within(self) -> bool:

@@ -1,25 +1,42 @@
 """What each part of a model saves, needs and computes for one microbatch, without a device and without weights.
 
 Input: a transformers `*ForCausalLM` on the meta device, and a `Shape`. Output: a `ModelTrace`: figures for the embedding, both
-sublayers of every decoder layer, and the head with its loss. The model is used up: at most two layers of each kind run on fake
-tensors (`forebay.estimate.trace_run`).
+sublayers of every decoder layer, and the head with its loss. At most two layers of each kind run on fake tensors. Each part is a
+graph of its own, whose forward and backward are recorded (`forebay.estimate.op_recorder`), with Forebay's experts, loss and,
+under expert parallelism, a planned token dispatcher.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 
+from forebay.estimate.events import cut_nearest, head_events, part_events
 from forebay.estimate.fake_model import GpuFunctions, fuse_sinks, make_fake
-from forebay.estimate.trace_run import TraceRun
-from forebay.estimate.types import LayerTrace, ModelTrace, PartTrace, Shape
+from forebay.estimate.op_costs import address
+from forebay.estimate.op_recorder import OpRecorder
+from forebay.estimate.planned_dispatch import PlannedDispatcher
+from forebay.estimate.routing import EvenRouting
+from forebay.estimate.state import weight_name
+from forebay.estimate.types import PAGE, Freed, LayerTrace, Log, Mark, ModelTrace, Op, PartEvents, PartTrace, Shape
+from forebay.memory.overrides import ModuleCallSite
+from forebay.models.blocks import SublayerCallSite, install_sublayers
 from forebay.models.families import decoder_layers, moe_blocks
+from forebay.models.fused_loss import head_loss, install_fused_loss
+from forebay.models.hf_experts import register, round_saved_rows
+from forebay.models.router import balance_loss
 
 
 def trace_model(model: Any, shape: Shape, like: ModelTrace | None = None) -> ModelTrace:
@@ -40,8 +57,6 @@ def trace_model(model: Any, shape: Shape, like: ModelTrace | None = None) -> Mod
     base = model.get_submodule(model.base_model_prefix)
     # The first trace has checked how the layers are built. To check again takes a tenth of the time of this one.
     layers: list[Any] = [parts.module for parts in decoder_layers(model)] if like is None else list(base.layers)
-    if not layers:
-        raise ValueError(f"{type(model).__name__} has no decoder layers that Forebay knows")
     kinds = [_kind(layer) for layer in layers]
     several = 2 if like is None else 1  # what layers share, the first one saves
     numbers = sorted(n for k in set(kinds) for n in [i for i, kind in enumerate(kinds) if kind == k][:several])
@@ -55,14 +70,17 @@ def trace_model(model: Any, shape: Shape, like: ModelTrace | None = None) -> Mod
         if shape.flex:
             fuse_sinks(model)
         known = {} if like is None else _without_experts(like, numbers, model)
-        run = TraceRun(model.train(), model.get_submodule(model.base_model_prefix), shape, known, shares, routers)
+        run = TraceRun(model.train(), shape, known, shares, routers)
         run.forward()
         run.backward()
-    sublayers = {kind: _layer_trace(run, last, kind, layers[kinds.index(kind)]) for kind in set(kinds)}
+    by_kind = {}
+    for kind in set(kinds):
+        attention, mlp = (run.parts[last[half]] for half in kind)
+        by_kind[kind] = LayerTrace(attention, mlp, bool(moe_blocks(layers[kinds.index(kind)])))
     found: TraceRun | ModelTrace = run if like is None else like
     return ModelTrace(
         run.parts["embedding"],
-        tuple(sublayers[kind] for kind in kinds),
+        tuple(by_kind[kind] for kind in kinds),
         run.parts["head"],
         found.shared,
         found.balance,
@@ -120,6 +138,441 @@ def _last_of_kinds(base: str, kinds: list[LayerKind]) -> tuple[dict[Any, str], f
     return last, frozenset(path for path, _ in both).difference(last.values())
 
 
-def _layer_trace(run: TraceRun, last: Mapping[Any, str], kind: LayerKind, layer: Any) -> LayerTrace:
-    attention, mlp = (run.parts[last[sublayer]] for sublayer in kind)
-    return LayerTrace(attention, mlp, bool(moe_blocks(layer)))
+@dataclass
+class _TracedPart:
+    """A part whose forward ran: its graph, and its figures so far.
+
+    Attributes:
+        log: position of its forward in the log.
+        kept: storages that are saved, in order.
+        no_grad: log of its forward without a graph.
+        experts, head_sum: see `OpRecorder`.
+        light: runs its forward with light recomputation of the experts.
+    """
+
+    trace: PartTrace
+    output: Tensor
+    x: Tensor | None
+    log: slice
+    kept: tuple[int, ...]
+    compiled: bool
+    no_grad: Log
+    experts: tuple[int, int]
+    head_sum: int
+    light: Callable[[], _TracedPart] | None = None
+
+
+_Saved = tuple[int, int, frozenset[int]]  # a storage's number, bytes and origins
+
+
+class TraceRun:
+    """One run of a model on fake tensors, part by part. It owns the graphs between `forward` and `backward`.
+
+    Fake tensors are on the CPU, because torch's CPU wheels abort where autograd meets a fake CUDA tensor.
+
+    Args:
+        known: parts that need not run, by module path or "head".
+        forward_only: paths of sublayers of which only the forward runs, for what the parts after them share with them.
+        routers: of the whole model, of which `model` has some layers.
+
+    Attributes:
+        parts: by module path, "embedding", "head" or "balance"; none of `forward_only`.
+        shared, balance, given, unused: see `ModelTrace`.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        shape: Shape,
+        known: Mapping[str, PartTrace],
+        forward_only: frozenset[str],
+        routers: int,
+    ):
+        self.model, self.shape = model, shape
+        self.base = model.get_submodule(model.base_model_prefix)
+        self._forward_only, self._routers = forward_only, routers
+        self.parts: dict[str, PartTrace] = dict(known)
+        self.balance = self.shared = self.unused = 0
+        self._given: dict[int, int] = {}  # bytes of what layers get, by number, which none has saved yet
+        self._arguments: dict[str, list[int]] = {}  # numbers of what a sublayer gets besides its input, by path
+        # By the base model for eager attention, tables included; of them to layers.
+        self._masks_made = self._bytes_given = 0
+        self._recorder = OpRecorder(shape.block, shape.deferred_weight_grads, shape.compiled, shape.stages)
+        self._open: dict[str, _TracedPart] = {}
+        # Storages that do not count as saved, by address, which no other has while the reference is kept: parameters, buffers,
+        # what an earlier part saved.
+        self._known: dict[int, StorageWeakRef] = {}
+        self._inputs: set[int] = set()
+        self._counted_origins: set[int] = set()
+        self._routed: list[tuple[Tensor, Tensor]] = []
+        self._weight_grads: dict[int, str] = {}  # of the part whose backward runs
+        self._norm = -1, -1  # the last norm's result and its gradient
+        self._last: Tensor
+        blocks = moe_blocks(model)
+        if blocks and shape.experts == "forebay":
+            model.set_experts_implementation(register())
+            if shape.rounds:
+                round_saved_rows(model)
+        elif blocks and model.config._experts_implementation == "grouped_mm" and model.dtype != torch.bfloat16:
+            # torch runs that product in other dtypes, but knows the shape of its result in bfloat16 only.
+            raise ValueError(
+                f"transformers' experts are counted in bfloat16 only, not in {str(model.dtype).removeprefix('torch.')}; valid "
+                "are model.compute = 'bfloat16' and model.experts = 'forebay'"
+            )
+        if shape.loss == "fused":
+            install_fused_loss(model)
+        self._dispatcher = self._install_dispatcher(blocks)
+        if shape.checkpointed_experts:
+            for block in blocks:
+                # As `forebay.memory.recompute` does, without its checks. The state of a generator is no fake tensor.
+                ModuleCallSite(block.experts).wrap(
+                    lambda forward: partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
+                )
+        self._sublayers = install_sublayers(model, dispatcher=self._dispatcher)
+        for site in self._sublayers.values():
+            site.wrap(partial(self._traced_sublayer, site))
+        for tensor in (*model.parameters(), *model.buffers()):
+            self._know(tensor)
+            self._recorder.ignore(tensor)
+        self._names = {id(p): weight_name(name) for name, p in model.named_parameters()}
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._drop_weight_grad)
+
+    def forward(self) -> None:
+        size = self.shape.microbatch, self.shape.sequence
+        ids, labels = (torch.empty(size, dtype=torch.int64) for _ in range(2))
+        with self._recorder:
+            self._share(ids)
+            self._share(labels)
+            x = self._part("embedding", None, lambda: self.base.embed_tokens(ids))
+            self._last, self._embedded = x, len(self._recorder.log)
+            self.base(inputs_embeds=x, use_cache=False)  # its last norm runs again as a part of the head
+            self.unused = max(0, self._masks_made - self._bytes_given)
+            if "head" in self.parts:
+                return
+            self._part("head", self._last, partial(self._head, labels=labels))
+            if self.shape.balance and self._routed:
+                logits, ids = self._routed[-1]
+                more = range(len(self._routed), self._routers)
+                self._routed += [(torch.empty_like(logits).requires_grad_(), torch.empty_like(ids)) for _ in more]
+                self._part("balance", None, lambda: balance_loss(self._routed))
+                self.balance = self._open["balance"].trace.saved // len(self._routed)
+
+    def backward(self) -> None:
+        with self._recorder:
+            for path, part in reversed(list(self._open.items())):
+                if path in self._forward_only:
+                    continue
+                self._backward(part)
+                if path == "balance":
+                    self.parts[path] = self._with_gradients(part.trace)
+                    continue
+                arguments = self._arguments.get(path, ())
+                places = tuple(place for place, number in enumerate(self._given) if number in arguments)
+                part.trace = self.parts[path] = replace(part.trace, given=places)
+                if part.light is not None:
+                    run = part.light()
+                    self._backward(run)
+                    own = run.trace
+                    light = replace(part.trace, saved=own.saved, backward_ops=own.backward_ops, events=own.events)
+                    self.parts[path] = replace(part.trace, light=light)
+
+    def _install_dispatcher(self, blocks: list[Any]) -> PlannedDispatcher | None:
+        """Cut the experts to those of one rank, and plan what arrives there."""
+        if not blocks or not self.shape.stages:
+            return None
+        s, routing = self.shape, EvenRouting.of(self.model.config)
+        dispatcher = PlannedDispatcher(
+            s.ep, routing, s.sequence * s.microbatch, s.skew, s.capacity_factor if s.ep > 1 else 0.0
+        )
+        if s.ep == 1:
+            return dispatcher
+        tally = self._recorder.tally
+        tally.live, tally.received, tally.ranks = dispatcher.live_slots / dispatcher.slots, dispatcher.live_rows, s.ep
+        for block in blocks:
+            for name, parameter in block.experts.named_parameters(recurse=False):
+                own = torch.empty(routing.experts // s.ep, *parameter.shape[1:], dtype=parameter.dtype)
+                setattr(block.experts, name, nn.Parameter(own, requires_grad=parameter.requires_grad))
+        return dispatcher
+
+    def _know(self, tensor: Tensor) -> None:
+        reference = StorageWeakRef(tensor.untyped_storage())
+        self._known[reference.cdata] = reference
+
+    def _traced_sublayer(self, site: SublayerCallSite, call: Callable[..., Any]) -> Callable[..., Any]:
+        """A sublayer as a graph of its own, cut off from what is before and after it."""
+
+        def sublayer(x: Tensor, **keywords: Any) -> Any:
+            found: list[Any] = []
+            if site.path in self.parts:
+                self._last = torch.empty_like(x)
+                return self._last if site.path.endswith(".self_attn") else (self._last, None, None)
+            if "attention_mask" in keywords and self._needs_no_mask(site.module):
+                keywords["attention_mask"] = None
+            if keywords.get("attention_mask") is not None and self.model.config._attn_implementation == "eager":
+                self._masks_made = self._masks_made or _live_bytes(self._recorder.log[self._embedded :])
+            shared = [leaf for leaf in tree_leaves(keywords) if isinstance(leaf, Tensor)]
+            for tensor in shared:
+                self._give(tensor)
+            self._arguments[site.path] = [self._recorder.number(tensor) for tensor in shared]
+
+            def run(x: Tensor) -> Tensor:
+                result = call(x, **keywords)
+                found.append(result)
+                return result[0] if isinstance(result, tuple) else result
+
+            out = self._part(site.path, x, run, found.clear)
+            part, (result,) = self._open[site.path], found
+            found.clear()  # the part alone owns the graph
+            if site.path.endswith(".mlp") and site.light_recompute is not None:
+                if not self.shape.checkpointed_experts:
+                    part.light = partial(self._run_light, site, call, x.detach())
+                self._size_rows(part, site)
+            self._last = out
+            if not isinstance(result, tuple):
+                return out
+            if result[1] is not None:
+                self._routed.append((result[1].detach().requires_grad_(), result[2]))
+            return out, *(t.detach() if t is not None else None for t in result[1:])
+
+        return sublayer
+
+    def _needs_no_mask(self, layer: Any) -> bool:
+        """Sequences are whole, so the kernel's causal mask does. transformers cannot tell that from fake tensors, and
+        makes one."""
+        window = getattr(layer.self_attn, "sliding_window", None) or self.shape.sequence
+        if self.shape.flex:
+            return True
+        return self.model.config._attn_implementation == "sdpa" and window >= self.shape.sequence
+
+    def _part(
+        self, path: str, x: Tensor | None, run: Callable[..., Tensor], forget: Callable[[], None] = lambda: None
+    ) -> Tensor:
+        """Run a part's forward. `forget` drops what `run` leaves besides its result."""
+        recorder = self._recorder
+        if self.shape.autocast:  # entered for each part, or a copy that a forward without a graph casts would be reused
+            run = torch.autocast("cpu", torch.bfloat16)(run)
+        leaf = None if x is None else x.detach().requires_grad_()
+        no_grad: Log = []
+        if leaf is not None:
+            recorder.mark_input(leaf)
+            if not self.shape.compiled and path not in self._forward_only:
+                no_grad = self._without_graph(leaf, run, forget)
+        self._restart()
+        at = len(recorder.log)
+        saved: dict[StorageWeakRef, _Saved] = {}
+        with saved_tensors_hooks(partial(self._pack, saved), lambda tensor: tensor):
+            output = run() if leaf is None else run(leaf)
+        held = [storage for reference, storage in saved.items() if not reference.expired()]
+        sizes = {number: size for number, size, _ in held}
+        size = sum(size for _, size, _ in held)
+        kept = tuple(sizes)
+        compiled = self.shape.compiled and (path in self._sublayers or path == "light")
+        log = slice(at, len(recorder.log))
+        if self.shape.compiled:
+            # Compiled code saves the origins instead. torch's partitioner cuts there, or where fewer bytes cross.
+            origins = frozenset().union(*(origins for *_, origins in held)) - self._counted_origins
+            self._counted_origins |= origins
+            sizes = {recorder.origin_storage(o): recorder.origin_size(o) for o in origins}
+            if compiled:
+                recorder.log[log], sizes = cut_nearest(recorder.log[log], kept, recorder.assembled, sizes)
+                if recorder.experts_inputs:
+                    sizes = {**sizes, **recorder.experts_inputs}
+                kept = tuple(sorted(sizes))
+            size = min(size, sum(sizes.values()))
+        inputs = 0 if leaf is None else recorder.size(leaf)
+        if path in self._sublayers:
+            shared = self._shared_bytes(sizes, recorder.log[log], leaf)
+            self.shared += shared
+            size = max(0, size - shared)
+        trace = PartTrace(size, inputs, forward_ops=recorder.tally.take([output]))
+        self._open[path] = _TracedPart(
+            trace, output, leaf, log, kept, compiled, no_grad, recorder.experts, recorder.head_sum
+        )
+        return output.detach()
+
+    def _shared_bytes(self, saved: Mapping[int, int], log: Log, x: Tensor | None) -> int:
+        """Bytes of the saved storages that this part neither makes nor gets as its input: all layers share these."""
+        own = {m.number for entry in log if isinstance(entry, Op) for m in entry.made}
+        own |= {-1} if x is None else {-1, self._recorder.number(x)}
+        shared = {number: size for number, size in saved.items() if number not in own}
+        for number in shared:
+            self._given.pop(number, None)
+        return sum(shared.values())
+
+    def _restart(self) -> None:
+        self._recorder.experts, self._recorder.head_sum = (-1, -1), -1
+        self._recorder.experts_inputs = {}
+        self._recorder.tally.take()
+
+    def _without_graph(self, x: Tensor, run: Callable[..., Tensor], forget: Callable[[], None]) -> Log:
+        log, at = self._recorder.log, len(self._recorder.log)
+        with torch.no_grad():
+            run(x)
+        found = log[at:]
+        forget()
+        del log[at:]
+        return found
+
+    def _pack(self, saved: dict[StorageWeakRef, _Saved], tensor: Tensor) -> Tensor:
+        reference = StorageWeakRef(tensor.untyped_storage())
+        if reference.cdata not in self._known:
+            self._know(tensor)
+            r = self._recorder
+            saved[reference] = r.number(tensor), r.size(tensor), r.origins(tensor)
+        return tensor.detach()
+
+    def _give(self, tensor: Tensor) -> None:
+        if self._share(tensor):
+            size = self._recorder.size(tensor)
+            self._given[self._recorder.number(tensor)] = size
+            self._bytes_given += size
+
+    @property
+    def given(self) -> tuple[int, ...]:
+        return tuple(self._given.values())
+
+    def _share(self, tensor: Tensor) -> bool:
+        """An argument of all layers is one input to all of them. Whether it is new."""
+        key = address(tensor)
+        if key not in self._inputs:
+            self._inputs.add(key)
+            self._recorder.mark_input(tensor)
+            return True
+        return False
+
+    def _backward(self, part: _TracedPart) -> None:
+        recorder = self._recorder
+        output, part.output = part.output, part.output.new_empty(0)
+        self._restart()
+        out, at, self._weight_grads = recorder.number(output), len(recorder.log), {}
+        gradient = torch.empty_like(output)
+        given = recorder.number(gradient)
+        if output.requires_grad:
+            # Nothing may hold the output during its backward, unless it is saved.
+            root = _Root.apply(output, [gradient])
+            del output, gradient
+            root.backward()
+            del root
+        x = dx = -1
+        grads: list[Tensor] = []
+        if part.x is not None:
+            x = recorder.number(part.x)
+            grads = [part.x.grad] if part.x.grad is not None else []
+        ops = recorder.tally.take(grads)
+        if grads:
+            dx = recorder.number(grads.pop())
+        log = recorder.log[at:]
+        if part.x is not None:
+            part.x.grad = None
+        own = {m.number for entry in (*recorder.log[part.log], *log) if isinstance(entry, Op) for m in entry.made}
+        transferred = frozenset(recorder.transferred & own)
+        named = PartEvents(x, out, given, dx, self._weight_grads, part.kept, transferred, *part.experts)
+        forward = recorder.log[part.log]
+        if self.shape.compiled and Mark.FINAL_NORM_BACKWARD in log:
+            events = head_events(forward, log, named, *self._norm)
+        else:
+            events = part_events(forward, log, named, part.compiled, part.no_grad, self.shape.stages)
+        events = replace(events, head_sum=_derived(part.head_sum, log))
+        part.trace = replace(part.trace, backward_ops=ops, events=events)
+
+    def _with_gradients(self, trace: PartTrace) -> PartTrace:
+        """The balance loss, after whose backward the gradients of the logits are left; those of joined layers are one storage."""
+        assert trace.events is not None
+        left = {(self._recorder.number(t.grad), 0) for t, _ in self._routed if t.grad is not None}
+        backward = tuple(event for event in trace.events.backward if event not in left)
+        return replace(trace, events=replace(trace.events, backward=backward))
+
+    def _drop_weight_grad(self, parameter: Tensor) -> None:
+        """The sum that it is added to is counted elsewhere."""
+        if parameter.grad is not None:
+            self._weight_grads[self._recorder.number(parameter.grad)] = self._names[id(parameter)]
+        parameter.grad = None
+
+    def _run_light(self, site: SublayerCallSite, call: Callable[..., Any], x: Tensor) -> _TracedPart:
+        assert site.light_recompute is not None
+        site.light_recompute(True)
+        try:
+            self._part("light", x, lambda leaf: call(leaf)[0])
+        finally:
+            site.light_recompute(False)
+        return self._open.pop("light")
+
+    def _size_rows(self, part: _TracedPart, site: SublayerCallSite) -> None:
+        """Fill in `stash`, `deferred` and `token_rows` of a MoE sublayer's trace."""
+        dispatcher = self._dispatcher
+        if dispatcher is None:
+            return
+        experts: Any = moe_blocks(site.module)[0].experts
+        hidden, size = self.model.config.get_text_config().hidden_size, experts.gate_up_proj.element_size()
+        width = experts.gate_up_proj[0].numel() // hidden  # of h
+        shared = dispatcher.size > 1
+        rows = dispatcher.rows if shared else dispatcher.tokens  # on one rank, rows are the tokens themselves
+        slots = dispatcher.slots if shared else dispatcher.live_slots
+        capacity = size * (rows * hidden + slots * width)
+        arrive = PAGE * sum(
+            -(-rows // (PAGE // (size * wide)))  # a page has whole rows of one tensor
+            for rows, wide in ((dispatcher.live_rows, hidden), (dispatcher.live_slots, width))
+        )
+        part.trace = replace(
+            part.trace,
+            stash=(capacity, arrive) if shared else (0, 0),
+            # The rows of x and of dy, the gradient of h, and the activation.
+            deferred=tuple(size * n for n in (rows * hidden, rows * hidden, slots * width, slots * (width // 2))),
+            token_rows=size * slots * hidden,
+        )
+
+    def _head(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        hidden = self.base.norm(hidden)
+        log = self._recorder.log
+        log.append(Mark.FINAL_NORM_END)
+        self._norm = self._recorder.number(hidden), -1
+
+        def begins(gradient: Tensor) -> None:
+            self._norm = self._norm[0], self._recorder.number(gradient)
+            log.append(Mark.FINAL_NORM_BACKWARD)
+            self._recorder.tally.fuse(True)
+
+        if self.shape.compiled and hidden.requires_grad:  # `manage` compiles the norm, and not the loss
+            hidden.register_hook(begins)
+            self._recorder.tally.fuse(False)
+        head = self.model.lm_head
+        if self.shape.loss == "fused":
+            return head_loss(head.forward, hidden, labels, shift_labels=labels, num_items_in_batch=labels.numel())
+        logits = head(hidden)  # the model's output has them until the trainer has the loss
+        return self.model.loss_function(
+            logits=logits,
+            labels=labels,
+            vocab_size=self.model.config.get_text_config().vocab_size,
+            shift_labels=labels,
+            num_items_in_batch=labels.numel(),
+        )
+
+
+def _live_bytes(log: Log) -> int:
+    """Bytes of what a log makes and does not free."""
+    made = {m.number: m.size for entry in log if isinstance(entry, Op) for m in entry.made}
+    return sum(made.values()) - sum(made.get(entry.number, 0) for entry in log if isinstance(entry, Freed))
+
+
+def _derived(number: int, log: Log) -> frozenset[int]:
+    """The storage, and all that the operations of a log make from it."""
+    found = {number} if number >= 0 else set()
+    for entry in log:
+        if isinstance(entry, Op) and found.intersection(entry.reads):
+            found.update(m.number for m in entry.made)
+    return frozenset(found)
+
+
+class _Root(torch.autograd.Function):
+    """Passes on the gradient of a part's output so that no caller holds it."""
+
+    @staticmethod
+    def forward(ctx: Any, output: Tensor, given: list[Tensor]) -> Tensor:
+        ctx.given = given
+        return output.new_empty(())
+
+    @staticmethod
+    def backward(ctx: Any, _: Tensor) -> tuple[Tensor, None]:
+        return ctx.given.pop(), None

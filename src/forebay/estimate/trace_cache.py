@@ -1,8 +1,8 @@
 """Caches what a plan computes about a model (traces, pipeline actions) for as long as a plan or search lasts.
 
-Input: a `[model]` section and the Hugging Face configuration it declares. Output: `ModelFacts`, the trace of any `Shape` and
-pipeline actions. Many meshes and sizes of one model share most of these: traces that differ in how experts are shared have all
-but the MoE sublayers in common. The model is on the meta device.
+Input: a `Config`. Output: `ModelFacts` of its model, the trace of any `Shape` and pipeline actions. Many meshes and sizes of one
+model share most of these: traces that differ in how experts are shared have all but the MoE sublayers in common. The model is on
+the meta device.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ class TraceCache:
 
     def __init__(self, adapt: Callable[[Any], None] | None = None, **shape: Any) -> None:
         self._adapt, self._shape = adapt, shape
+        # By what decides the model.
         self._declared: dict[str, Any] = {}
-        self._texts: dict[int, tuple[Any, str]] = {}  # by address, which no other has while the configuration is kept
         self._facts: dict[str, ModelFacts] = {}
         self._traces: dict[tuple[str, Shape], ModelTrace] = {}
         self._alike: dict[tuple[str, Shape], ModelTrace] = {}  # by `Shape.without_experts`
@@ -69,20 +69,16 @@ class TraceCache:
 
     def declared(self, config: Config) -> Any:
         """`forebay.train.hf_io.declared_by`, which takes 2 ms and is asked for four times a mesh."""
-        key = repr((config.model, config.data.tokenizer))
+        key = _key(config)
         if key not in self._declared:
             self._declared[key] = hf_io.declared_by(config)
         return self._declared[key]
 
-    def facts(self, section: Model, declared: Any) -> ModelFacts:
-        """The facts of a model.
-
-        Raises:
-            UsageError: attention that the family does not support, or layers of an unknown family.
-        """
-        key = self._key(section, declared)
+    def facts(self, config: Config) -> ModelFacts:
+        """Raises UsageError for attention that the family does not support, or layers of an unknown family."""
+        key = _key(config)
         if key not in self._facts:
-            model, attention = _skeleton(section, declared, self._adapt)
+            model, attention = _skeleton(config.model, self.declared(config), self._adapt)
             try:
                 sublayers = {name for parts in decoder_layers(model) for name in (parts.mixer, parts.block)}
             except UnknownLayerError as error:
@@ -96,15 +92,11 @@ class TraceCache:
             self._facts[key] = ModelFacts(model, weight_shapes(model), paths, f"{base_path(model)}.layers", attention)
         return self._facts[key]
 
-    def trace(self, section: Model, declared: Any, shape: Shape) -> ModelTrace:
-        """The trace of one microbatch.
-
-        Raises:
-            UsageError: a model that cannot be traced, or see `facts`.
-        """
-        key, shape = self._key(section, declared), replace(shape, **self._shape)
+    def trace(self, config: Config, shape: Shape) -> ModelTrace:
+        """The trace of one microbatch. Raises UsageError for a model that cannot be traced, or see `facts`."""
+        key, shape = _key(config), replace(shape, **self._shape)
         if (key, shape) not in self._traces:
-            model, like = self.facts(section, declared).model, (key, shape.without_experts())
+            model, like = self.facts(config).model, (key, shape.without_experts())
             try:
                 self._traces[key, shape] = trace_model(model, shape, self._alike.get(like))
             except ValueError as error:
@@ -112,14 +104,13 @@ class TraceCache:
             self._alike.setdefault(like, self._traces[key, shape])
         return self._traces[key, shape]
 
-    def _key(self, section: Model, declared: Any) -> str:
-        if id(declared) not in self._texts:
-            self._texts[id(declared)] = declared, declared.to_json_string(use_diff=False)
-        return f"{section.attention} {section.computed_in} {self._texts[id(declared)][1]}"
-
     def _slots(self, *schedule: Any) -> int:
         plan = self.pipeline(*schedule)
         return slots_and_words(neighbors(plan.ranks), slots_of(plan))[0]
+
+
+def _key(config: Config) -> str:
+    return repr((config.model, config.data.tokenizer))
 
 
 def _skeleton(section: Model, declared: Any, adapt: Callable[[Any], None] | None) -> tuple[Any, str]:

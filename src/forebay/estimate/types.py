@@ -1,34 +1,35 @@
 """Plain data of the estimator: what a trace is asked (`Shape`), what it answers (`ModelTrace`), and allocation events.
 
 `forebay.estimate.op_recorder` writes a `Log` of operations on fake tensors, `forebay.estimate.events` turns it into
-`PartEvents`, and `forebay.estimate.trace_run` collects them. Nothing is run or kept here.
+`PartEvents`, and `forebay.estimate.trace` collects them. Nothing is run or kept here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import IntEnum
 from typing import NamedTuple
 
 from forebay.pipeline.partition import StageLayer
 
 AllocEvent = tuple[int, int]
-"""(storage, bytes) allocates, (storage, 0) frees, (-1, mark) marks a place; marks are the constants below. Storages are numbers
-that are never used again."""
+"""(storage, bytes) allocates, (storage, 0) frees, (-1, mark) marks a place. Storages are numbers that are never used again."""
 
-ALL_TO_ALL_BEGIN, ALL_TO_ALL_END = 0, 1
-"""Marks before and after an operation of the token dispatcher."""
-MATMUL = 2
-"""Mark before the first matrix product of a part, which takes cuBLAS's workspace."""
-FINAL_NORM_END, FINAL_NORM_BACKWARD = 3, 7
-"""Marks after the last norm, where the base model's own forward returns, and before its backward."""
-PAGES = 4
-"""Mark where pages are taken (forward) or read (backward); see `forebay.estimate.parts`."""
-DH, GATE_UP_GRAD = 5, 6
-"""Marks where the experts write dh over a saved h, and before the operation that makes gate_up's gradient."""
 
-EXPERTS_BEGIN, EXPERTS_END = 8, 9
-"""Marks before and after an operation of the experts between stages of a MoE sublayer, see `Shape.stages`."""
+class Mark(IntEnum):
+    """A place in a log or among events."""
+
+    ALL_TO_ALL_BEGIN, ALL_TO_ALL_END = 0, 1  # before and after an operation of the token dispatcher
+    MATMUL = 2  # before the first matrix product of a part, which takes cuBLAS's workspace
+    # After the last norm, where the base model's own forward returns, and before its backward.
+    FINAL_NORM_END, FINAL_NORM_BACKWARD = 3, 7
+    PAGES = 4  # where pages are taken (forward) or read (backward); see `forebay.estimate.parts`
+    # Where the experts write dh over a saved h, and before the operation that makes gate_up's gradient.
+    DH, GATE_UP_GRAD = 5, 6
+    # Before and after an operation of the experts between stages of a MoE sublayer, see `Shape.stages`.
+    EXPERTS_BEGIN, EXPERTS_END = 8, 9
+
 
 GPU_BLOCK = 512
 """Bytes to which CUDA's caching allocator rounds (torch `c10/core/AllocatorConfig.h`, kMinBlockSize)."""
@@ -39,12 +40,8 @@ MULTIPROCESSORS = 132
 
 
 class NewStorage(NamedTuple):
-    """A storage that an operation makes.
-
-    Attributes:
-        recomputable: compiled code fuses the operation into its readers, and runs it again in backward.
-        origins: storages that it can be recomputed from.
-    """
+    """A storage that an operation makes; `recomputable` from its `origins`: compiled code fuses the operation into its readers,
+    and runs it again in backward."""
 
     number: int
     size: int
@@ -66,53 +63,49 @@ class Freed(NamedTuple):
     number: int
 
 
-@dataclass(frozen=True, slots=True)
-class Mark:
-    """A place in the log: one of the constants above. No tuple, which would equal a `Freed` of its number."""
-
-    number: int
-
-
 Log = list[Op | Freed | Mark]
 
 
 @dataclass(frozen=True)
 class PartEvents:
-    """The allocations and frees of one microbatch in one part, in the order of a real run.
+    """The allocations and frees of one microbatch in one part, in the order of a real run, and the storages that others name.
 
     The input, the output and their gradients outlive the part: they have numbers, and the caller allocates or frees them where
-    the events do not.
+    the events do not. Numbers are -1 for none.
 
     Attributes:
-        forward, backward: of the four named storages, `backward` has frees at most.
+        forward, backward: of x, output, gradient and dx, `backward` has frees at most.
         forward_no_grad: forward that saves nothing, such as the first run of a recomputed part.
         second_run: what a checkpoint runs again, which ends with the last saved tensor. Empty for a compiled part: it runs whole.
-        x, output, gradient, dx: numbers of the input, the output, the output's gradient and the input's; -1 for none.
-        saves_x: backward reads x.
+        x, output, gradient, dx: numbers of the input, the output, the output's gradient and the input's.
         weight_grads: by the number of a weight's gradient the weight's name (`forebay.estimate.state.Weight`), in the order in
             which they are made.
         transferred: storages that the token dispatcher makes, on a stream of its own if there is one.
         saved: storages that last from forward to backward, in the order in which they are saved; in a compiled sublayer, in which
             they are made.
-        experts_x, experts_h: the experts' rows and their first product; -1 where there are none.
+        experts_x, experts_h: the experts' rows and their first product.
         head_sum: storages of the head's weight gradient, from the loss to the gradient itself.
     """
 
-    forward: tuple[AllocEvent, ...]
-    backward: tuple[AllocEvent, ...]
-    forward_no_grad: tuple[AllocEvent, ...]
     x: int
     output: int
     gradient: int
     dx: int
-    saves_x: bool
     weight_grads: Mapping[int, str]
+    saved: tuple[int, ...]
     transferred: frozenset[int]
-    saved: tuple[int, ...] = ()
-    second_run: tuple[AllocEvent, ...] = ()
     experts_x: int = -1
     experts_h: int = -1
+    forward: tuple[AllocEvent, ...] = ()
+    backward: tuple[AllocEvent, ...] = ()
+    forward_no_grad: tuple[AllocEvent, ...] = ()
+    second_run: tuple[AllocEvent, ...] = ()
     head_sum: frozenset[int] = frozenset()
+
+    @property
+    def saves_x(self) -> bool:
+        """Backward reads x."""
+        return self.x in self.saved
 
 
 @dataclass(frozen=True)
@@ -121,8 +114,7 @@ class Shape:
 
     Attributes:
         sequence, microbatch: tokens of a sequence, sequences.
-        experts: "forebay" or "transformers".
-        loss: "fused" or "transformers".
+        experts, loss: see `[model]`.
         stages: MoE sublayers are split at the token dispatcher (expert parallelism, pipelines, overlap).
         ep, skew, capacity_factor: see `forebay.estimate.planned_dispatch.PlannedDispatcher`.
         compiled: sublayers are compiled (`memory.compile`).
@@ -157,15 +149,8 @@ class Shape:
 
     def without_experts(self) -> Shape:
         """The shape without that on which only MoE sublayers depend."""
-        return replace(
-            self,
-            ep=1,
-            skew=1.0,
-            capacity_factor=0.0,
-            deferred_weight_grads=False,
-            rounds=False,
-            checkpointed_experts=False,
-        )
+        one = replace(self, ep=1, skew=1.0, capacity_factor=0.0)
+        return replace(one, deferred_weight_grads=False, rounds=False, checkpointed_experts=False)
 
 
 @dataclass(frozen=True)
@@ -203,7 +188,6 @@ class PartTrace:
     """One microbatch in one part of a model: embedding, sublayer, or head with its loss. Figures are bytes.
 
     Attributes:
-        saved: for backward.
         inputs: of the input hidden states, which recomputing the part keeps.
         light: the part under light recomputation of the experts; None if it has none.
         stash: bytes of the experts' x and h in buffers of the capacity, and of pages with the rows that arrive; (0, 0) without
@@ -211,7 +195,6 @@ class PartTrace:
         deferred: bytes of each tensor that deferred weight gradients of the experts keep (`forebay.moe.wgrad`).
         token_rows: bytes of the gathered rows that one of the experts' weight gradients needs while it is made.
         given: places in `ModelTrace.given` of what it gets as an argument.
-        forward_ops, backward_ops: costs, in order.
     """
 
     saved: int
@@ -257,10 +240,6 @@ class LayerTrace:
     def on(self, stage_layer: StageLayer) -> list[tuple[str, PartTrace]]:
         """The layer's sublayers that a stage has."""
         return [(name, part) for name, part in self.sublayers if name in stage_layer.sublayers]
-
-    @property
-    def saved(self) -> int:
-        return self.attention.saved + self.mlp.saved
 
 
 @dataclass(frozen=True)

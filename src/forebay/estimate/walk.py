@@ -2,20 +2,24 @@
 
 Input: a `RankRun`: the parts of a rank's stages (`forebay.estimate.parts`), its actions in a step, and its parameters
 (`forebay.estimate.fsdp`). Output: a `Walked`: peak bytes of segments, and what is in use at the highest level. NCCL's buffers,
-symmetric memory and the CUDA context are not the allocator's: see `forebay.estimate.state`. Nothing is kept.
+symmetric memory and the CUDA context are not the allocator's: see `forebay.estimate.state`. An `AllocatorRun` has what one step
+leaves for the next, a `StepWalk` plays the forwards and backwards of one step.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
 
-from forebay.estimate.allocator import ACTIVATIONS, OPTIMIZER
-from forebay.estimate.fsdp import DEFAULT, UnshardedLifecycle
-from forebay.estimate.offloading import MEASURED_STEPS
-from forebay.estimate.rank_run import RankRun, Walked
-from forebay.estimate.types import PAGE
-from forebay.estimate.walk_step import RunMemory, StepWalk
-from forebay.pipeline.schedule import Action
+from forebay.estimate.allocator import ACTIVATIONS, GRADIENTS, OPTIMIZER, ROLES, TRANSIENT, Block, CachingAllocator
+from forebay.estimate.expandable import ExpandableAllocator
+from forebay.estimate.fsdp import DEFAULT, PersistentState, UnshardedLifecycle, lifecycle
+from forebay.estimate.offloading import MEASURED_STEPS, OffloadManager, PartRun
+from forebay.estimate.parts import Part
+from forebay.estimate.rank_run import RankRun, StepLevel, Walked
+from forebay.estimate.types import GPU_BLOCK, PAGE, AllocEvent, Mark
+from forebay.pipeline.schedule import Action, turns
 
 STEPS = 3
 """Steps to play. The second has the optimizer's moments beside it; the third may find the second's segments cut differently:
@@ -24,6 +28,10 @@ expandable segments the third repeats the second, and is not played."""
 _MARGIN = 64  # the arena of `forebay.memory.page_store` has one page more for each so many
 # Microbatches to walk without a pipeline: the first begins the gradients, the second finds them, the third repeats.
 _MICROBATCHES = 3
+WORKSPACE = 32 << 20
+"""Bytes of cuBLAS's workspace on Hopper for each handle and stream (`CUBLAS_WORKSPACE_CONFIG`, torch's notes on CUDA): one of the
+thread that runs forward, and without an engine one of autograd's."""
+_TRANSFERS = "transfers"
 
 
 def walk(run: RankRun, steps: int | None = None) -> Walked:
@@ -44,8 +52,38 @@ def _measured(run: RankRun) -> int:
     return MEASURED_STEPS if run.interleaves else MEASURED_STEPS // max(1, microbatches)
 
 
-class AllocatorRun(RunMemory):
-    """A run so far, which plays whole steps."""
+class AllocatorRun:
+    """A run so far: an allocator, and those who allocate from it from one step to the next.
+
+    Attributes:
+        weights: parameters and AdamW's moments.
+        params: what a step unshards, and gradients.
+        manager: of offloading; its plan.
+        stream: on which the step computes.
+        arena: of pages; None before the first step.
+        tables: masks and rotary tables of an engine.
+        levels, peak: the highest levels of this step, and of all.
+    """
+
+    def __init__(self, run: RankRun):
+        self.allocator = (
+            ExpandableAllocator() if run.expandable else CachingAllocator(GPU_BLOCK if run.sharing.gpu else 1)
+        )
+        self._run = run
+        # A CUDA graph step has a stream of its own, from the first step on.
+        self.stream = "graph" if run.graph else DEFAULT
+        self.weights = PersistentState(self.allocator, run.groups, run.sharing)
+        self.params = lifecycle(
+            self.allocator, run.groups, run.sharing, self.stream,
+            late=run.summed > 0 and not run.at_once, keep=run.graph, tied=run.summed > 0 and run.tied,
+        )  # fmt: skip
+        self._workspaces: list[Block] = []
+        self.arena: Block | None = None
+        self.tables: Block | None = None
+        self.manager = OffloadManager(self.allocator, self.stream, run)
+        self.peak = StepLevel("", "", (0,) * len(ROLES))
+        self.levels: list[StepLevel] = []
+        self.note("", "initialization")
 
     def steps(self, number: int) -> Walked:
         """Play whole steps with their optimizer's. A CUDA graph step is captured after them. A replay takes no more memory,
@@ -114,3 +152,473 @@ class AllocatorRun(RunMemory):
             self.arena = self.allocator.malloc((pages + -(-pages // _MARGIN)) * PAGE, DEFAULT, ACTIVATIONS)
             if self._run.graph:
                 self.release_cache()
+
+    def note(self, action: str, where: str, live: Mapping[str, int] = MappingProxyType({})) -> None:
+        """Record the highest level since the last call."""
+        level = StepLevel(action, where, tuple(self.allocator.take_peak()), dict(live))
+        self.levels.append(level)
+        if level.allocated > self.peak.allocated:
+            self.peak = level
+
+    def workspace(self, number: int) -> None:
+        """Allocate cuBLAS's workspace of a thread if it is not there."""
+        if self._run.sharing.gpu and number >= len(self._workspaces):
+            self._workspaces.append(self.allocator.malloc(WORKSPACE, self.stream))
+
+    def release_cache(self) -> None:
+        """Before a capture, and as a graph is released: cuBLAS's workspaces are made anew, in the graph's pool or outside."""
+        self.allocator.clear(self._workspaces)
+        self.allocator.empty_cache()
+
+
+class StepWalk:
+    """One step of a rank. `memory`: as earlier steps have left it."""
+
+    def __init__(self, memory: AllocatorRun, run: RankRun):
+        self._memory, self._run, self._allocator = memory, run, memory.allocator
+        self._params, self._stream, self._manager = memory.params, memory.stream, memory.manager
+        self._transfer_stream = _TRANSFERS if run.engine else memory.stream
+        self._action = ""
+        self._running: dict[str, str] = {}  # "forward" or "backward" to the part that runs
+        self._live: dict[str, int] = {}  # see `StepLevel`
+        self._part_runs: dict[tuple[int, int], list[PartRun]] = {}
+        self._arrived: dict[tuple[str, int, int], Block] = {}
+        self._sent: list[Block] = []
+        self._token_grads: list[Block] = []
+        self._given: list[Block] = []  # of the forward that runs, see `Part.given`; none in an engine
+        # Deferred weight gradients of split backwards: transient bytes of making each, and the tensors that they wait with.
+        self._deferred: dict[tuple[int, int], list[tuple[list[int], list[Block]]]] = {}
+        self._paged = memory.arena is not None
+        self.most_stashed = self._stashed = 0
+        self._last = max((a.microbatch for action in run.actions for a in action.each), default=0)
+
+    def run(self) -> None:
+        if self._run.interleaves:
+            self._begin_managed_step()
+        for action in self._run.actions:
+            self._action = str(action)
+            match action.kind:
+                case "OVERLAP_F_B":
+                    self._overlap_fwd_bwd(*action.parts)
+                case "F":
+                    _drain(self._forward(action.stage, action.microbatch))
+                case "B" | "I":
+                    _drain(self._backward(action.stage, action.microbatch, action.kind == "I"))
+                case "W":
+                    for transient, blocks in self._deferred.pop((action.stage, action.microbatch), ()):
+                        for size in transient:
+                            self._allocator.free(self._malloc(size))
+                        self._allocator.clear(blocks)
+                    self._memory.note(self._action, "weight gradients")
+                case "RECV_F" | "RECV_B" if not self._run.sharing.slot_bytes:
+                    self._arrived[action.kind[-1], action.stage, action.microbatch] = self._malloc(self._run.hidden)
+
+    def end(self) -> list[Block]:
+        """Free what was sent. The gradients of embedded tokens remain."""
+        self._allocator.clear(self._sent)
+        return self._token_grads
+
+    def _overlap_fwd_bwd(self, forward: Action, backward: Action) -> None:
+        """The order of `forebay.pipeline`: the backward's first transfer starts before the forward computes. In a
+        pipeline the head counts as a computation too, and the forward finishes one computation later; else it finishes
+        last."""
+        f = self._forward(forward.stage, forward.microbatch)
+        b = self._backward(backward.stage, backward.microbatch, False)
+        stages, pipeline = self._run.stages, self._run.sharing.pp > 1
+        # For each layer, whether it runs by the stages of a MoE sublayer.
+        f_layers, b_layers = (
+            [part.staged for part in stages[action.stage] if part.mlp or part.alone] for action in (forward, backward)
+        )
+        if pipeline and stages[forward.stage][-1].path == "head":
+            f_layers.append(False)
+        order = list(turns(f_layers, b_layers[::-1]))
+        if pipeline:
+            order.insert(len(order) - order[::-1].index("F"), "F")
+        for turn in ["B", *order]:
+            next(f if turn == "F" else b, None)
+        for rest in (f, b) if pipeline else (b, f):
+            _drain(rest)
+
+    # --- forward --------------------------------------------------------------------------------------------------
+
+    def _forward(self, stage: int, microbatch: int) -> Iterator[None]:
+        """Yields after each of an engine's computations."""
+        runs: list[PartRun] = []
+        self._part_runs[stage, microbatch] = runs
+        if not self._run.interleaves:
+            self._begin_managed_step()
+        measured = self._run.measured if self._manager.measures else None
+        parts, engine = (measured or self._run.stages)[stage], self._run.engine
+        x = self._arrived.pop(("F", stage, microbatch), None)
+        if engine and parts[-1].path == "head":
+            parts = parts[:-1]  # `_hand_on` runs it
+        layer_inputs: list[Block] = []  # a layer's caller holds its input until it returns
+        model_inputs: list[Block] = []  # the base model's frame holds the first layer's until all layers have run
+        for nth, part in enumerate(parts):
+            if x is None and part.path != "embedding":
+                x = self._malloc(self._run.hidden)
+            run = self._begin_part(part, x, model_inputs)
+            runs.append(run)
+            if part.path == "head" and x is not None and not part.events.saves_x:
+                model_inputs.append(x)
+                run.x = x = None
+            output = yield from self._part_forward(run, model_inputs)
+            if x is not None and not self._keeps_input(part):
+                run.x = None
+                first = nth == 1 and parts[0].path == "embedding" and not engine
+                if part.path.endswith(".self_attn"):
+                    (model_inputs if first else layer_inputs).append(x)
+                else:
+                    self._allocator.free(x)
+            if part.balance and not self._run.router_loss:
+                run.balance = self._malloc(part.balance, ACTIVATIONS)
+            self._params.leave(part.place, part.mlp, False, microbatch == self._last)
+            self._end_part("forward")
+            if part.alone or not part.path.endswith(".self_attn"):
+                self._allocator.clear(layer_inputs)
+            x = output
+            if self._yields_after(part):
+                yield  # after a dense layer
+        self._allocator.clear(model_inputs)
+        assert x is not None
+        self._hand_on(stage, microbatch, x)
+
+    def _begin_managed_step(self) -> None:
+        measured = self._manager.measures
+        self._manager.begin_step(self._last == 0)
+        if measured and not self._manager.measures:
+            self._allocator.empty_cache()  # before plans are tried
+
+    @staticmethod
+    def _keeps_input(part: Part) -> bool:
+        return (part.events.saves_x or part.placement == "recompute") and not part.with_previous
+
+    def _end_part(self, way: str) -> None:
+        running = [f"{self._running[w]} {w}" for w in ("forward", "backward") if w in self._running]
+        self._memory.note(self._action, " and ".join(running), self._live)
+        path = self._running.pop(way)
+        self._live[path] = self._live.get(path, 0) + (1 if way == "forward" else -1)
+
+    def _part_forward(self, run: PartRun, model_inputs: list[Block]) -> Generator[None, None, Block]:
+        events = run.part.events
+        on_mark: dict[int, Callable[[], None]] = {
+            Mark.FINAL_NORM_END: partial(self._allocator.clear, model_inputs),
+            Mark.PAGES: partial(self._take_pages, run),
+        }
+        played = events.forward_no_grad if run.part.placement == "recompute" else events.forward
+        on_call = partial(self._manager.begin_experts, run)
+        yield from self._play(run.blocks, played, run.part, on_mark=on_mark, stop=Mark.EXPERTS_BEGIN, on_call=on_call)
+        output = run.blocks.pop(events.output)
+        self._place_saved(run)
+        return output
+
+    def _begin_part(self, part: Part, x: Block | None, model_inputs: list[Block]) -> PartRun:
+        # An engine's model makes what its layers share once, from hidden states of its own (`forebay.pipeline.model`).
+        alone = [self._malloc(size) for size in (self._run.hidden, part.unused) if size and self._makes_tables(part)]
+        shared = self._shared(part, model_inputs)
+        if part.path != "embedding":
+            self._memory.workspace(0)  # rotary tables, which come before the layers, are matrix products
+        if alone:
+            self._run_last_norm()
+            self._allocator.free_all(alone)
+        self._running["forward"] = part.path
+        self._params.enter(part.place, part.mlp, False)
+        run = PartRun(part, {}, x, shared=shared)
+        if part.held and self._given:
+            run.held = [self._given[place] for place in part.held]
+            model_inputs[:] = [block for block in model_inputs if block not in run.held]
+        self._manager.begin_forward(run)
+        return run
+
+    def _shared(self, part: Part, model_inputs: list[Block]) -> Block | None:
+        """Masks and tables that layers share; None if this forward makes none. An engine keeps those of its first one.
+        Otherwise the base model's frame holds those that are not saved."""
+        if self._makes_tables(part):
+            for size in part.given:
+                self._malloc(size, ACTIVATIONS)
+            self._memory.tables = self._malloc(part.shared, ACTIVATIONS)
+        if not part.shared or self._run.engine:
+            return None
+        self._given = [self._malloc(size) for size in part.given]
+        model_inputs += [*([self._malloc(part.unused)] if part.unused else []), *self._given]
+        return self._malloc(part.shared, ACTIVATIONS)
+
+    def _run_last_norm(self) -> None:
+        """The base model's norm, of hidden states that nothing reads."""
+        head = next((parts[-1] for parts in self._run.stages.values() if parts[-1].path == "head"), None)
+        events = (head.events.forward_no_grad or head.events.forward) if head is not None else ()
+        blocks: dict[int, Block] = {}
+        if head is not None and (-1, Mark.FINAL_NORM_END) in events:
+            _drain(self._play(blocks, events[: events.index((-1, Mark.FINAL_NORM_END))], head))
+        self._allocator.free_all(blocks.values())
+
+    def _makes_tables(self, part: Part) -> bool:
+        return part.shared > 0 and self._run.engine and self._memory.tables is None
+
+    def _hand_on(self, stage: int, microbatch: int, x: Block) -> None:
+        """The output of a stage's forward: the next stage's input, or the loss and its gradient."""
+        head = self._run.stages[stage][-1]
+        if not self._run.engine:
+            self._arrived["B", stage, microbatch] = x
+        elif head.path == "head":
+            if self._run.router_loss:
+                self._balance(self._run.router_loss, self._part_runs[stage, microbatch])
+            self._arrived["B", stage, microbatch] = self._loss(head, x)
+        else:
+            self._send("F", stage + 1, microbatch, x)
+
+    def _place_saved(self, run: PartRun) -> None:
+        part, blocks = run.part, run.blocks
+        if part.placement == "recompute":
+            self._allocator.free_all(blocks.values())
+            blocks.clear()
+        elif part.stashed_x:
+            self._allocator.free(blocks.pop(part.stashed_x[0]))
+        held = [*blocks.values(), *([run.x] if run.x is not None and self._keeps_input(part) else [])]
+        for block in held:
+            self._allocator.set_role(block, ACTIVATIONS)
+        self._manager.end_forward(run)
+
+    # --- backward -------------------------------------------------------------------------------------------------
+
+    def _backward(self, stage: int, microbatch: int, split: bool) -> Iterator[None]:
+        """Yields after each of an engine's computations."""
+        runs = self._part_runs.pop((stage, microbatch))
+        dy = self._arrived.pop(("B", stage, microbatch), None)
+        if dy is None:
+            dy = self._malloc(self._run.hidden)
+        waiting: list[tuple[list[int], list[Block]]] = []
+        while runs:
+            run = runs.pop()
+            part = run.part
+            self._running["backward"] = part.path
+            following = runs[-1] if runs else None
+            self._manager.begin_backward(run, following)
+            if part.path == "embedding" and self._run.summed:
+                self._sum_token_grads(run, dy)
+                self._end_part("backward")
+                break
+            if self._yields_after(part):
+                yield  # before it gathers: other microbatches compute meanwhile
+            self._params.enter(part.place, part.mlp, True)
+            if part.with_previous:
+                run.x = yield from self._recompute(runs[-1])
+            deferred = split and bool(part.trace.deferred)
+            dx = yield from self._part_backward(run, dy, deferred, following)
+            if deferred:
+                # Gradients that are added to a sum as they are made need rows of tokens only.
+                rows = [part.trace.token_rows] * len(part.expert_grads)
+                transient = rows if self._run.sharing.adds_in_place else [*part.expert_grads.values()]
+                blocks = [self._malloc(size, ACTIVATIONS) for size in part.trace.deferred]
+                waiting.append((transient, blocks))
+            self._params.leave(part.place, part.mlp, True, microbatch == self._last)
+            self._end_part("backward")
+            if dx is None:
+                break
+            dy = dx
+        else:
+            self._send("B", stage - 1, microbatch, dy)
+        if waiting:
+            self._deferred[stage, microbatch] = waiting
+
+    def _sum_token_grads(self, run: PartRun, dy: Block) -> None:
+        self._allocator.free_all(run.blocks.values())
+        if self._run.at_once:
+            self._allocator.free_all([self._malloc(self._run.summed), dy])
+        else:
+            self._token_grads.append(dy)
+            self._allocator.set_role(dy, GRADIENTS)
+
+    def _part_backward(
+        self, run: PartRun, dy: Block, deferred: bool, following: PartRun | None
+    ) -> Generator[None, None, Block | None]:
+        """The gradient of its input. `deferred`: without the experts' weight gradients."""
+        part, events, blocks = run.part, run.part.events, run.blocks
+        elsewhere = deferred or (self._run.sharing.adds_in_place and part.trace.deferred)
+        backward = part.without_expert_grads if elsewhere else events.backward
+        if part.placement == "recompute" and not blocks and events.second_run:
+            yield from self._play(blocks, events.second_run, part, thread=1)
+        elif part.placement == "recompute" and not blocks:
+            self._allocator.free((yield from self._recompute(run)))
+        blocks[events.gradient] = dy
+        if run.x is not None:
+            blocks[events.x] = run.x
+        on_mark: dict[int, Callable[[], None]] = {
+            Mark.ALL_TO_ALL_END: partial(self._release_pages, run),
+            Mark.PAGES: partial(self._read_pages, run),
+        }
+        on_call = partial(self._manager.begin_front, run, following)
+        yield from self._play(
+            blocks, backward, part, frozenset(events.weight_grads), 1, on_mark, Mark.EXPERTS_END, on_call
+        )
+        dx = blocks.pop(events.dx, None)
+        self._allocator.free_all(block for block in blocks.values() if block is not dx)
+        self._allocator.free_all(block for block in (run.balance, run.shared, *run.held) if block is not None)
+        return dx
+
+    def _recompute(self, run: PartRun) -> Generator[None, None, Block]:
+        """Run a part's forward again; its output."""
+        yield from self._play(run.blocks, run.part.events.forward, run.part, thread=1)
+        return run.blocks.pop(run.part.events.output)
+
+    def _balance(self, loss: Part, runs: Sequence[PartRun]) -> None:
+        """The load-balancing loss, forward and backward. Layers hold the gradients of their logits until their backwards."""
+        events = loss.events
+        blocks: dict[int, Block] = {}
+        _drain(self._play(blocks, events.forward, loss))
+        blocks[events.gradient] = self._malloc(1)
+        _drain(self._play(blocks, events.backward, loss, thread=1))
+        for number in (events.gradient, events.output):
+            if (block := blocks.pop(number, None)) is not None:
+                self._allocator.free(block)
+        # Each is of some layers in a row, whose first one runs its backward last. The last layers' is made first.
+        routers = [run for run in runs if run.part.balance]
+        for nth, number in enumerate(sorted(blocks, reverse=True)):
+            run = routers[nth * len(routers) // len(blocks)]
+            run.balance = blocks[number]
+            self._allocator.set_role(run.balance, ACTIVATIONS)
+
+    def _loss(self, head: Part, x: Block) -> Block:
+        """An engine's head, forward and backward at once: the gradient of its input."""
+        events = head.events
+        blocks: dict[int, Block] = {}
+        self._running["forward"] = head.path
+        self._manager.record("F", PartRun(head, blocks, None))
+        self._params.enter("head", False, True)
+        # The engine adds the head's weight gradient to a sum of its own.
+        elsewhere = events.head_sum if self._run.summed else frozenset()
+
+        def without_sums(given: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
+            return [event for event in given if event[0] not in elsewhere]
+
+        _drain(self._play(blocks, without_sums(events.forward), head))
+        blocks[events.x] = x
+        _drain(self._play(blocks, without_sums(events.backward), head, frozenset(events.weight_grads), 1))
+        dx = blocks.pop(events.dx)
+        self._allocator.free_all(block for block in blocks.values() if block is not dx)
+        self._end_part("forward")
+        return dx
+
+    # --- pages ----------------------------------------------------------------------------------------------------
+
+    def _take_pages(self, run: PartRun) -> None:
+        """For x and h, before h is made. In the first step there is no arena: they have memory of their own."""
+        if not self._paged:
+            run.pages = self._malloc(run.part.pages, ACTIVATIONS)
+        self._stashed += run.part.pages
+        self.most_stashed = max(self.most_stashed, self._stashed)
+
+    def _read_pages(self, run: PartRun) -> None:
+        """x is copied out of the pages; kernels read h there."""
+        if run.part.stashed_x:
+            number, size = run.part.stashed_x
+            run.blocks[number] = self._malloc(size)
+
+    def _release_pages(self, run: PartRun) -> None:
+        """After the experts' weight gradients."""
+        if run.part.stashed_x:
+            self._stashed -= run.part.pages
+        if run.pages is not None:
+            self._allocator.free(run.pages)
+
+    # --- both -----------------------------------------------------------------------------------------------------
+
+    def _play(
+        self,
+        blocks: dict[int, Block],
+        events: Sequence[tuple[int, int]],
+        part: Part,
+        weight_grads: frozenset[int] = frozenset(),
+        thread: int = 0,
+        on_mark: Mapping[int, Callable[[], None]] = MappingProxyType({}),
+        stop: int = -1,
+        on_call: Callable[[], None] = lambda: None,
+    ) -> Iterator[None]:
+        """Play events on blocks; in an engine yields after each transfer.
+
+        Args:
+            thread: whose cuBLAS workspace is used; 1 is autograd's, which only runs without an engine have.
+            on_mark: called at marks; that of `ALL_TO_ALL_END` when the experts' weight gradients have been made.
+            stop: a mark where a computation of an engine's MoE layer ends if nothing is transferred. What the operation before it
+                read alone is freed first.
+            on_call: called when an engine's second call of a MoE layer begins: the experts, and in backward what is before them.
+        """
+        stops = self._stops(events, stop) if self._run.engine and not part.events.transferred else []
+        due: tuple[None, ...] = ()
+        transfers, transferred = 0, part.events.transferred
+        malloc, free = self._allocator.malloc, self._allocator.free
+        for number, size in events:
+            if due and size:
+                yield from due
+                due = ()
+                if not stops:
+                    on_call()
+            if number >= 0 and size:
+                blocks[number] = malloc(size, self._transfer_stream if number in transferred else self._stream)
+            elif number >= 0:
+                block = blocks.pop(number, None)
+                if block is not None and not (
+                    number in weight_grads and self._params.keeps(part.place, part.events.weight_grads[number], block)
+                ):
+                    free(block)
+            elif size == stop:
+                due = stops.pop(0) if stops else ()
+            elif size != Mark.ALL_TO_ALL_END:
+                self._mark(size, part, thread, transfers, on_mark)
+            else:
+                if self._run.engine:
+                    yield
+                if weight_grads and transfers:  # after the experts' backward
+                    if Mark.ALL_TO_ALL_END in on_mark:
+                        on_mark[Mark.ALL_TO_ALL_END]()
+                    if self._run.engine:
+                        yield
+                if self._run.engine and transfers == (stop == Mark.EXPERTS_END):
+                    on_call()
+                if not transfers:
+                    self._params.compute_experts(part.place, True)
+                transfers += 1
+        if due:
+            yield from due
+            on_call()
+
+    def _mark(
+        self, mark: int, part: Part, thread: int, transfers: int, on_mark: Mapping[int, Callable[[], None]]
+    ) -> None:
+        if mark == Mark.MATMUL:
+            # An engine's backwards have no thread of their own.
+            self._memory.workspace(0 if self._run.engine else thread)
+        elif mark in (Mark.FINAL_NORM_END, Mark.PAGES) and mark in on_mark:
+            on_mark[mark]()
+        elif mark == Mark.ALL_TO_ALL_BEGIN and transfers:
+            self._params.compute_experts(part.place, False)
+
+    @staticmethod
+    def _stops(events: Sequence[AllocEvent], stop: int) -> list[tuple[None, ...]]:
+        """At each mark `stop`, how often to yield. A backward has two stops: after the experts' input gradients, and after their
+        weight gradients, even if there are none."""
+        marks = events.count((-1, stop))
+        return [(None,)] * (marks - 1) + [(None,) * (1 + (stop == Mark.EXPERTS_END and marks == 1))]
+
+    def _yields_after(self, part: Part) -> bool:
+        """A dense layer is a single computation; `_play` yields inside of a MoE layer, and after its transfers."""
+        return self._run.engine and (part.mlp or part.alone) and not part.events.transferred
+
+    def _send(self, kind: str, stage: int, microbatch: int, block: Block) -> None:
+        """To a stage of this rank, or of another: the latter holds the block until the next is sent, if NCCL sends it."""
+        if stage in self._run.stages:
+            self._arrived[kind, stage, microbatch] = block
+            return
+        if self._run.sharing.slot_bytes:  # copied
+            self._allocator.free(block)
+            return
+        self._allocator.free_all(self._sent)
+        self._sent = [block]
+
+    def _malloc(self, size: int, role: int = TRANSIENT) -> Block:
+        return self._allocator.malloc(size, self._stream, role)
+
+
+def _drain(steps: Iterator[None]) -> None:
+    for _ in steps:
+        pass

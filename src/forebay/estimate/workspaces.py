@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from forebay.estimate.types import DH, GATE_UP_GRAD, MULTIPROCESSORS
+from forebay.estimate.types import MULTIPROCESSORS, Mark
 from forebay.kernels.permute import CHUNK_SLOTS
 
 WorkspaceStep = tuple[str | int, int]
@@ -32,13 +32,11 @@ def workspace_steps(name: str, args: Any, kwargs: Any, deferred: bool) -> tuple[
         deferred: down's gradient is made by another operation after the experts' backward; its steps are appended.
     """
     body = _BODIES.get(name)
-    if body is _experts_backward_workspace:
-        return tuple(body(*args, **kwargs, deferred=deferred))
-    return () if body is None else tuple(body(*args, **kwargs))
+    return () if body is None else tuple(body(*args, **kwargs, deferred=deferred))
 
 
 def _experts_workspace(
-    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, *rest: Any
+    x: Tensor, ids: Tensor, weights: Tensor, gate_up: Tensor, down: Tensor, *rest: Any, **_: Any
 ) -> list[WorkspaceStep]:
     """See `forebay.moe.experts_compute` and `forebay.kernels.permute`. Results: y, h, order, inverse, offs."""
     down_bias, transposed, save_h, max_rows = rest[1], rest[4], rest[7], rest[8]
@@ -81,7 +79,7 @@ def _experts_backward_workspace(
     if need_dh or need_down:
         steps.append(("activation", act))
     if need_dh and h is not None:
-        steps.append((MARK, DH) if h.dtype is not torch.uint8 else (dh, 2 * act))
+        steps.append((MARK, Mark.DH) if h.dtype is not torch.uint8 else (dh, 2 * act))
     direct_weights = need_weights and weights.dtype == torch.float32
     steps += [(1, 0) if direct_weights else ("dw", 4 * weights.numel())] * need_dh
     down_steps: list[WorkspaceStep] = [(3, 0)] * bool(need_down)
@@ -96,11 +94,11 @@ def _experts_backward_workspace(
 
 
 def _weight_backward_workspace(
-    tokens: Tensor, rows: Tensor, order: Tensor, offs: Any, *rest: Any
+    tokens: Tensor, rows: Tensor, order: Tensor, offs: Any, *rest: Any, **_: Any
 ) -> list[WorkspaceStep]:
     """The gathered tokens. Result: the gradient."""
     size = order.shape[0] * tokens.shape[1] * tokens.element_size()
-    return [(MARK, GATE_UP_GRAD), *_using("rows of tokens", size, (0, 0))]
+    return [(MARK, Mark.GATE_UP_GRAD), *_using("rows of tokens", size, (0, 0))]
 
 
 def _using(name: str, size: int, *steps: WorkspaceStep) -> list[WorkspaceStep]:
@@ -108,7 +106,7 @@ def _using(name: str, size: int, *steps: WorkspaceStep) -> list[WorkspaceStep]:
 
 
 def _cross_entropy_workspace(
-    hidden: Tensor, weight: Tensor, bias: Any, targets: Tensor, ignore: int, chunk: int, needs: Any
+    hidden: Tensor, weight: Tensor, bias: Any, targets: Tensor, ignore: int, chunk: int, needs: Any, **_: Any
 ) -> list[WorkspaceStep]:
     """One chunk of logits (`forebay.models.linear_cross_entropy`). Results: the loss, and the gradients of hidden,
     weight and bias, in fp32 (fp64)."""

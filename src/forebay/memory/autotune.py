@@ -15,7 +15,6 @@ import torch
 from forebay.memory.host_store import HostStore
 from forebay.memory.recorder import Peaks, Recorder, TimelineRecorder, TimingRecorder, TrialRecorder
 from forebay.memory.solver import (
-    Allowed,
     Solver,
     fit_link,
     is_interleaved,
@@ -185,7 +184,7 @@ class Trials:
     def plan_for(self, timeline: Timeline) -> Plan | None:
         """The plan by other times, with the most that a trial took more than planned; it is not tried."""
         excess = max((trial.excess for trial in self.tried), default=0)
-        return Solver(timeline, Allowed(self._paths, self._recomputable)).solve(self._target(max(0, excess)))
+        return Solver(timeline, self._paths, self._recomputable).solve(self._target(max(0, excess)))
 
     def _begin(self, trial: Trial) -> None:
         self._now, self.plan = trial, trial.plan
@@ -251,8 +250,8 @@ class Trials:
 
     def _solver(self, scenario: Scenario) -> Solver:
         if scenario not in self._solvers:
-            allowed = Allowed(self._paths if scenario.offloads else frozenset(), self._recomputable)
-            self._solvers[scenario] = Solver(scenario.applied_to(self._timeline), allowed)
+            offload = self._paths if scenario.offloads else frozenset[str]()
+            self._solvers[scenario] = Solver(scenario.applied_to(self._timeline), offload, self._recomputable)
         return self._solvers[scenario]
 
     def _lower(self) -> Iterator[Trial]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from functools import cache
 from itertools import chain, islice, product
 from math import inf, prod
 from typing import NamedTuple, TypeVar
@@ -61,14 +61,6 @@ def front(candidates: Iterable[T], cost: Callable[[T], tuple[object, ...]], size
     return found
 
 
-@dataclass(frozen=True)
-class Allowed:
-    """Region paths that may be offloaded, and that may be recomputed; all may be kept."""
-
-    offload: frozenset[str]
-    recompute: frozenset[str]
-
-
 class Proposal(NamedTuple):
     """Regions that are recomputed, items that are offloaded, and the window as the divisor of these items' bytes."""
 
@@ -85,12 +77,13 @@ class _Placement(NamedTuple):
 
 
 class Solver:
-    """The plans of one timeline under any budget."""
+    """The plans of one timeline under any budget. All regions may be kept; `offload` and `recompute` are those that may be placed
+    otherwise."""
 
-    def __init__(self, timeline: Timeline, allowed: Allowed):
-        self._timeline, self._allowed = timeline, allowed
+    def __init__(self, timeline: Timeline, offload: frozenset[str], recompute: frozenset[str]):
+        self._timeline, self._offload, self._recompute = timeline, offload, recompute
         self._step = IndexedTimeline(timeline)
-        self._plans: dict[Proposal, Plan] = {}
+        self._plan = cache(self._simulated)
         self._calls: dict[str, list[int]] = {}
         for index, call in enumerate(timeline.calls):
             if self._step.lives(index):
@@ -131,13 +124,10 @@ class Solver:
 
     # --- figures ------------------------------------------------------------------------------------------------------
 
-    def _plan(self, candidate: Proposal) -> Plan:
-        if candidate not in self._plans:
-            window = candidate.window and self._bytes(candidate.offload) // candidate.window
-            self._plans[candidate] = TurnSchedule(
-                self._step, Assignment.of(candidate.offload, candidate.recompute), window
-            ).plan()
-        return self._plans[candidate]
+    def _simulated(self, candidate: Proposal) -> Plan:
+        size = sum(self._timeline.calls[call].items[item] for call, item in candidate.offload)
+        window = candidate.window and size // candidate.window
+        return TurnSchedule(self._step, Assignment.of(candidate.offload, candidate.recompute), window).plan()
 
     def _cost(self, candidate: Proposal) -> tuple[object, ...]:
         """Sort key of candidates. Where nothing takes time, as on a CPU, it prefers little recomputation, then few copies."""
@@ -155,9 +145,6 @@ class Solver:
     def _peak(self, candidate: Proposal) -> int:
         return self._plan(candidate).peak_bytes
 
-    def _bytes(self, items: Iterable[Item]) -> int:
-        return sum(self._timeline.calls[call].items[item] for call, item in items)
-
     def _pareto(self, candidates: Iterable[Proposal]) -> list[Proposal]:
         return front(candidates, self._cost, self._peak)
 
@@ -172,14 +159,14 @@ class Solver:
                 yield from self._windows(Proposal(recompute, frozenset().union(*(one.offload for one in chosen))))
         calls = self._timeline.calls
         experts = {p for p in self._placements if all(calls[c].light_recompute for c in self._calls[p])}
-        yield Proposal(frozenset(experts) & self._allowed.recompute, frozenset())
+        yield Proposal(frozenset(experts) & self._recompute, frozenset())
 
     def _prefixes(self) -> Iterator[Proposal]:
         """Recompute the cheapest regions per byte, and of the rest offload what waits longest: parts of both."""
-        ranked = by_cost(self._timeline, self._allowed.recompute)
+        ranked = by_cost(self._timeline, self._recompute)
         for count in _parts(len(ranked), _RECOMPUTE_STEPS):
             recompute = frozenset(ranked[:count])
-            items = by_wait(self._timeline, self._allowed.offload, recompute)
+            items = by_wait(self._timeline, self._offload, recompute)
             carried = carried_items(self._step, items, recompute)
             parts = [
                 *_parts(carried, _OFFLOAD_STEPS),
@@ -258,11 +245,11 @@ class Solver:
         calls = self._timeline.calls
         found = [_Placement(frozenset(), False)]
         every = frozenset((c, i) for c in self._calls[path] for i, size in enumerate(calls[c].items) if size)
-        if path in self._allowed.offload and every:
+        if path in self._offload and every:
             found.append(_Placement(every, False))
-        if path in self._allowed.recompute and any(calls[c].recompute_frees for c in self._calls[path]):
+        if path in self._recompute and any(calls[c].recompute_frees for c in self._calls[path]):
             found.append(_Placement(frozenset(), True))
-            if path in self._allowed.offload and all(calls[c].light_recompute for c in self._calls[path]):
+            if path in self._offload and all(calls[c].light_recompute for c in self._calls[path]):
                 rest = frozenset((c, i) for c, i in every if i != calls[c].largest)
                 found += [_Placement(rest, True)] if rest else []
         return found
@@ -274,7 +261,7 @@ class Solver:
         calls = [self._timeline.calls[c] for c in self._calls[path]]
         # Measured times of equal layers differ by noise.
         figures = tuple((c.items, c.light_recompute, c.input_bytes, f"{c.recompute_seconds:.0e}") for c in calls)
-        return figures, len(self._placements[path]), path in self._allowed.offload
+        return figures, len(self._placements[path]), path in self._offload
 
 
 def _parts(count: int, steps: int) -> list[int]:
@@ -341,17 +328,15 @@ def offload_all(timeline: Timeline, paths: frozenset[str]) -> Plan:
 def under_budget(
     timeline: Timeline, paths: frozenset[str], budget: int, recomputable: frozenset[str], margin: float = 0.0
 ) -> Plan:
-    """The fastest plan found whose peak is at most `budget` bytes over the step's base.
+    """The fastest plan found whose peak is at most `budget` bytes over the step's base. Regions `paths` may be offloaded.
 
     Args:
-        paths: regions that may be offloaded.
-        recomputable: regions that may be recomputed.
         margin: share of the budget that is left free if some plan can do without it.
 
     Raises:
         BudgetError: no plan reaches the budget. The message names the smallest budget that can be reached.
     """
-    solver = Solver(timeline, Allowed(paths, recomputable))
+    solver = Solver(timeline, paths, recomputable)
     found = solver.solve(int(budget * (1 - margin))) or solver.solve(budget)
     if found is None:
         lowest = solver.lowest().peak_bytes

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 import forebay
 import forebay.integrations
@@ -69,3 +70,19 @@ def test_forebay_run_finds_a_trainer_that_was_looked_for_before(tmp_path: Path) 
         [sys.executable, "program.py"], cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
     )
     assert done.stdout == "installed on transformers.trainer\n", done.stderr
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_flops_of_the_fused_loss_are_counted(frozen: bool) -> None:
+    """Loggers make a share of the peak FLOP/s (MFU) from torch's count, which sees custom operations by a formula only."""
+
+    def flops(model: Any) -> int:
+        model.lm_head.weight.requires_grad_(not frozen)
+        with FlopCounterMode(display=False) as counter:
+            loss_of(model, batch(0)).backward()
+        return counter.get_total_flops()
+
+    model = tiny()
+    with forebay.manage(model, "keep", experts=None):
+        found = flops(model)
+    assert found == flops(model)

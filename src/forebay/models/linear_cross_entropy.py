@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from forebay.kernels.cross_entropy import cross_entropy_, scale
 
@@ -202,6 +203,12 @@ def _sum_and_grads(
 @_sum_and_grads.register_fake
 def _(hidden, weight, bias, targets, ignore_index, chunk_tokens, needs):
     return _empty_results(hidden, weight, needs)
+
+
+@register_flop_formula(torch.ops.forebay.linear_cross_entropy)
+def _flop(hidden, weight, bias, targets, ignore_index, chunk_tokens, needs, out_shape=None, **kwargs) -> int:
+    """One product for the logits, and one for each gradient of hidden and weight; tensors are given as their shapes."""
+    return 2 * hidden[0] * hidden[1] * weight[0] * (1 + sum(needs[:2]))
 
 
 def _empty_results(hidden: Tensor, weight: Tensor, needs: list[bool]) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -86,3 +86,19 @@ def test_flops_of_the_fused_loss_are_counted(frozen: bool) -> None:
     with forebay.manage(model, "keep", experts=None):
         found = flops(model)
     assert found == flops(model)
+
+
+def test_a_forward_within_a_backward_runs_unmanaged_and_says_where() -> None:
+    """As in a hook on a gradient that measures the model. (A reentrant checkpoint runs its forward so, too.)"""
+    model = tiny()
+    forebay.manage(model, "offload", offload="all", min_bytes=1)
+
+    def measure(_: Tensor) -> None:
+        with torch.enable_grad():
+            loss_of(model, batch(1))
+
+    model.model.norm.weight.register_hook(measure)
+    with pytest.warns(
+        UserWarning, match=r"runs inside a backward \(activation checkpointing .*it runs unmanaged there"
+    ):
+        loss_of(model, batch(0)).backward()

@@ -671,8 +671,8 @@ def _foreign_saved_tensor_hooks() -> str | None:
         return "a torch.func transform, which allows no hooks on saved tensors"
     if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
         return "a context that allows no hooks on saved tensors"
-    if torch._C._current_graph_task_id() != -1:
-        return _CHECKPOINT
+    if torch._C._current_graph_task_id() != -1:  # or a hook on a gradient calls the model
+        return f"a backward ({_CHECKPOINT}, for one)"
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     if hooks is None:
         return None

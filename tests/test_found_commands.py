@@ -1,6 +1,7 @@
 """What people met who used the commands with folders, sizes and options of their own."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,11 @@ def test_plan_names_what_transformers_makes_no_model_of(run: Run, tmp_path: Path
 def test_plan_of_quantized_weights_in_a_trainer(run: Run, tmp_path: Path) -> None:
     folder = model(tmp_path, quantization_config={"quant_method": "bitsandbytes", "load_in_4bit": True})
     refused(run("plan", folder, "--trainer=hf"), "quantized weights (quantization_config) are not counted")
+
+
+def test_a_page_in_a_pipe(run: Run, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    refused(run("plan", "quickstart", "--html", tmp_path / "pipe"), "is no ordinary file")
 
 
 def test_a_skew_beyond_all_numbers_is_that_of_all_rows(run: Run) -> None:

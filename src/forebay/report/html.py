@@ -156,6 +156,8 @@ def checked(file: Path) -> Path:
         raise UsageError(f"{file} cannot be written: {file.parent} is not a folder; create it, or name another file")
     try:
         if file.exists():
+            if not file.is_file():  # to read a pipe would wait for ever
+                raise UsageError(f"{file} is no ordinary file; name one for the page, such as {PAGE}")
             with file.open("rb") as opened:
                 ours = opened.read(len(OPENS)) == OPENS.encode()
             if not ours:

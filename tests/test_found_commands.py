@@ -58,6 +58,17 @@ def test_a_page_in_a_pipe(run: Run, tmp_path: Path) -> None:
     refused(run("plan", "quickstart", "--html", tmp_path / "pipe"), "is no ordinary file")
 
 
+def test_defaults_that_a_search_replaced_are_not_said_to_be_used(run: Run, tmp_path: Path) -> None:
+    call = "plan", model(tmp_path), "--gpus=2", "--search=mesh", "--budget=80GiB"
+    found = json.loads(run(*call, "--json")[1])
+    replaced = {name for name, value in found["search"]["found"].items() if name == "parallel.ep" and value != 2}
+    assert replaced == {"parallel.ep"} - set(found["settings"]) and "train.batch" in found["settings"]
+    call = "plan", tmp_path, "--search=microbatch", "--budget=80GiB", "--set=train.microbatch=2048"
+    out = run(*call)[1]
+    assert "with 1024 sequences" in out or "is 1024 sequences" in out
+    assert "train.batch=8192" not in out and "train.sequence=128" in out
+
+
 def test_a_skew_beyond_all_numbers_is_that_of_all_rows(run: Run) -> None:
     found = [
         run("plan", "quickstart", "--gpus=2", "--pp=1", "--set=parallel.ep=2", "--json", f"--skew={skew}")

@@ -383,6 +383,7 @@ def _answer_plan(options: argparse.Namespace, budget: int | None) -> int:
                 request, options.search, world, budget, options.skew, device, options.auto, progress, usable()
             )
         config, plan, fit = found.config, found.plan, found.fit
+        request = request.planned_as(config)
     else:
         traces = TraceCache()
         check_length(config.train.sequence, traces.declared(config))

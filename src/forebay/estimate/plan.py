@@ -71,6 +71,12 @@ class PlanRequest:
         """Sequences a step with microbatches of this size: the configuration's, or the default."""
         return _batch(microbatch, processes) if self.rebatch else self.config.train.batch
 
+    def planned_as(self, config: Config) -> PlanRequest:
+        """This request without the defaults that a search replaced in `config`."""
+        planned = config.to_dict()
+        sections = {name: planned[name.partition(".")[0]] for name in self.chosen}
+        return replace(self, chosen={n: v for n, v in self.chosen.items() if sections[n][n.partition(".")[2]] == v})
+
     def sentence(self) -> str:
         if not self.chosen:
             return ""

@@ -69,6 +69,11 @@ def test_defaults_that_a_search_replaced_are_not_said_to_be_used(run: Run, tmp_p
     assert "train.batch=8192" not in out and "train.sequence=128" in out
 
 
+def test_small_models_and_empty_choices_in_words(run: Run) -> None:
+    assert "2.70 million parameters" in run("plan", "quickstart")[1]
+    refused(run("plan", "quickstart", "--set=model.compute=bf8"), "valid are '', ")
+
+
 def test_a_skew_beyond_all_numbers_is_that_of_all_rows(run: Run) -> None:
     found = [
         run("plan", "quickstart", "--gpus=2", "--pp=1", "--set=parallel.ep=2", "--json", f"--skew={skew}")

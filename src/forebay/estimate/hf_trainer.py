@@ -28,7 +28,7 @@ from forebay.estimate.fit import planning_error
 from forebay.estimate.layers import plan_layers
 from forebay.estimate.parts import WHOLE_LAYER
 from forebay.estimate.placement import sentences
-from forebay.estimate.plan import COLUMNS, EAGER, Fit, bare_model, fit_run
+from forebay.estimate.plan import COLUMNS, EAGER, Fit, bare_model, fit_run, parameters_of
 from forebay.estimate.state import Sharing
 from forebay.estimate.trace_cache import TraceCache
 from forebay.models.families import decoder_layers
@@ -268,7 +268,7 @@ class TrainerPlan:
         fits = {"as it is": self.plain, "Forebay": self.managed}
         budget = self.plain.budget
         table = Table(
-            title=f"a process of {self.plain.world} at its peak, in GiB; {self.plain.parameters / 1e9:.2f} billion parameters",
+            title=f"a process of {self.plain.world} at its peak, in GiB; {parameters_of(self.plain)}",
             caption="\n".join((self.sentence(), *sentences(self.managed.choices), *self.managed.notes, *self.notes)),
             caption_justify="left",
         )

@@ -244,7 +244,7 @@ class Fit:
     def table(self) -> Table:
         scale, unit = (1 << 30, "GiB") if self.fullest.total >= 1 << 30 else (1 << 20, "MiB")
         table = Table(
-            title=f"a process of {self.world} at its peak, in {unit}; {self.parameters / 1e9:.2f} billion parameters in all",
+            title=f"a process of {self.world} at its peak, in {unit}; {parameters_of(self)} in all",
             caption="\n".join((self.verdict(), *self._placed(), *sentences(self.choices), *self._timed(), *self.notes)),
             caption_justify="left",
         )
@@ -270,6 +270,12 @@ class Fit:
 
 def _capitalized(sentence: str) -> str:
     return sentence[:1].upper() + sentence[1:]
+
+
+def parameters_of(fit: Fit) -> str:
+    """``30.53 billion parameters``."""
+    scale, name = (1e9, "billion") if fit.parameters >= 1e9 else (1e6, "million")
+    return f"{fit.parameters / scale:.2f} {name} parameters"
 
 
 def fit_run(

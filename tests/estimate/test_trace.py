@@ -27,13 +27,13 @@ from tests.models.conftest import EXPERTS, HEAD, HIDDEN, MOE_FAMILIES, TOP_K, WI
 from tests.products import cover, first
 
 SEQUENCE, BATCH = 32, 2
-FAMILIES = ["llama", *MOE_FAMILIES]
+FAMILIES = ["llama", "deepseek_v32", *MOE_FAMILIES]
 HEADS, KV_HEADS = 4, 2
 
 
 def built(family: str, device: str = "cpu", dtype: torch.dtype = torch.bfloat16, attention: str = "sdpa") -> nn.Module:
     """Of three layers; where a family can mix them, the first one is dense."""
-    groups = HEADS if family in ("deepseek_v2", "deepseek_v3") else KV_HEADS
+    groups = HEADS if family.startswith("deepseek") else KV_HEADS
     sizes = {"num_hidden_layers": 3, "num_attention_heads": HEADS, "num_key_value_heads": groups}
     with torch.device(device):
         return build_tiny(family, dtype, **sizes, attn_implementation=attention)

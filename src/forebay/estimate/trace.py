@@ -9,11 +9,12 @@ under expert parallelism, a planned token dispatcher.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
+from transformers import masking_utils
 
 from forebay.estimate.events import cut_nearest, head_events, part_events
 from forebay.estimate.fake_model import GpuFunctions, fuse_sinks, make_fake
@@ -103,6 +105,23 @@ def _without_experts(trace: ModelTrace, numbers: list[int], model: Any) -> dict[
 
 def base_path(model: Any) -> str:
     return str(model.base_model_prefix)
+
+
+@contextmanager
+def _masks_by_sizes() -> Iterator[None]:
+    """Context in which transformers makes the masks of joined documents, and none where the kernel's own does. For fake tensors,
+    which look traced, it would make all."""
+    ignores = masking_utils._ignore_causal_mask_sdpa
+
+    def decided(*args: Any) -> bool:
+        with patch.object(masking_utils, "is_tracing", lambda _: False):
+            return ignores(*args)
+
+    with (
+        patch.object(masking_utils, "_ignore_causal_mask_sdpa", decided),
+        patch.object(masking_utils, "find_packed_sequence_indices", lambda _: None),
+    ):
+        yield
 
 
 class _Chosen(nn.ModuleList):
@@ -247,7 +266,8 @@ class TraceRun:
             self._share(labels)
             x = self._part("embedding", None, lambda: self.base.embed_tokens(ids))
             self._last, self._embedded = x, len(self._recorder.log)
-            self.base(inputs_embeds=x, use_cache=False)  # its last norm runs again as a part of the head
+            with _masks_by_sizes():
+                self.base(inputs_embeds=x, use_cache=False)  # its last norm runs again as a part of the head
             self.unused = max(0, self._masks_made - self._bytes_given)
             if "head" in self.parts:
                 return
@@ -308,7 +328,7 @@ class TraceRun:
             if site.path in self.parts:
                 self._last = torch.empty_like(x)
                 return self._last if site.path.endswith(".self_attn") else (self._last, None, None)
-            if "attention_mask" in keywords and self._needs_no_mask(site.module):
+            if "attention_mask" in keywords and self.shape.flex:
                 keywords["attention_mask"] = None
             if keywords.get("attention_mask") is not None and self.model.config._attn_implementation == "eager":
                 self._masks_made = self._masks_made or _live_bytes(self._recorder.log[self._embedded :])
@@ -337,14 +357,6 @@ class TraceRun:
             return out, *(t.detach() if t is not None else None for t in result[1:])
 
         return sublayer
-
-    def _needs_no_mask(self, layer: Any) -> bool:
-        """Sequences are whole, so the kernel's causal mask does. transformers cannot tell that from fake tensors, and
-        makes one."""
-        window = getattr(layer.self_attn, "sliding_window", None) or self.shape.sequence
-        if self.shape.flex:
-            return True
-        return self.model.config._attn_implementation == "sdpa" and window >= self.shape.sequence
 
     def _part(
         self, path: str, x: Tensor | None, run: Callable[..., Tensor], forget: Callable[[], None] = lambda: None

@@ -80,17 +80,25 @@ def test_a_verdict_says_the_share_of_its_run(memory: dict[str, object], auto: in
     assert found.fullest.headroom(least_budget(total, error)) == 0
 
 
-def planned(graph: bool, device: str = "cuda", **more: Any) -> Fit:
+def planned(graph: bool, device: str = "cuda", packing: str = "joined", **more: Any) -> Fit:
     """A step of 4 microbatches of 2 layers."""
     model = {"family": "qwen3_moe", "config": TINY, "dtype": "bfloat16", **more}
     sections = {"model": model, "train": {"batch": 4, "microbatch": 1, "sequence": 64}, "memory": {"graph": graph}}
-    config = from_mapping({**sections, "device": {"type": device}})
+    config = from_mapping({**sections, "device": {"type": device}, "data": {"packing": packing}})
     return fit_run(config, plan_layers(config, 1), 1, device=load("h200"))
 
 
 def test_the_nodes_of_a_graph_are_counted() -> None:
     graph, called = planned(True), planned(False)
     assert graph.ranks[0].other - called.ranks[0].other == 8 * GRAPH_NODES
+
+
+def test_an_engine_holds_the_masks_of_documents() -> None:
+    """Of each microbatch of a step, 2 bytes a pair of tokens."""
+    apart, joined = (planned(True, packing=packing) for packing in ("documents", "joined"))
+    assert apart.ranks[0].other - joined.ranks[0].other == 4 * 2 * 64**2
+    called, also_joined = (planned(False, packing=packing) for packing in ("documents", "joined"))
+    assert called.ranks[0].other == also_joined.ranks[0].other
 
 
 def test_a_cpu_captures_no_graph() -> None:

@@ -74,7 +74,7 @@ _NOT_JUST_ADDED = (
     "hy_v3",
     "laguna",
 )
-_OTHER_MIXERS = ("granitemoehybrid", "kimi_linear", "lfm2_moe", "qwen3_5_moe_text", "qwen3_next")
+_OTHER_MIXERS = ("granitemoehybrid", "lfm2_moe", "qwen3_5_moe_text", "qwen3_next")
 _DENSE = ("granite", "llama", "mistral", "qwen2", "qwen3")
 FAMILIES = (*_ADDED, *_NOT_JUST_ADDED, *_OTHER_MIXERS, *_DENSE)
 _OVERLAPPED = frozenset({"keep", "recompute", "stash"})  # placements

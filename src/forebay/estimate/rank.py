@@ -71,7 +71,7 @@ class RunEstimator:
         prefix: module path of the layers.
         placements: sublayer path to placement, for ranks that do not choose their own.
         hidden: elements of a microbatch's hidden states.
-        exchange: bytes of the token dispatcher outside of the allocator.
+        beside: bytes that a process holds beside what is walked: the token dispatcher's, and masks of documents.
         actions: by pipeline rank; None without a pipeline.
         why_called: why a run with `memory.graph` calls its steps; "" if it captures them.
         budget: bytes a process may use; None if not given.
@@ -86,7 +86,7 @@ class RunEstimator:
     sharing: Sharing
     placements: Mapping[str, str]
     hidden: int
-    exchange: int
+    beside: int
     clock: Clock
     actions: Sequence[Sequence[Action]] | None
     why_called: str
@@ -203,7 +203,7 @@ class RunEstimator:
         layers = sum(len(stage.layers) for stage in self.plan.stages(number).values())
         cached = walked.reserved - walked.peak.allocated if self.sharing.gpu else 0
         graph = GRAPH_NODES * layers * self.plan.microbatches if self.captured else 0
-        other = self._outside + self.exchange + graph
+        other = self._outside + self.beside + graph
         held = dict(zip(ROLES, walked.peak.by_role, strict=True))
         error = self.error(placements)
         return RankFit(number, **held, other=other, where=walked.peak.where, cached=cached, error=error)

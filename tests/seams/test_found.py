@@ -784,7 +784,7 @@ def test_hooks_on_all_modules_see_what_they_see_without_forebay(options: dict[st
     skipped = [] if "loss" in options else [block.experts.act_fn]
     skipped += [block] if "dispatcher" in options else []
     assert found == [module for module in wanted if module not in skipped]
-    assert ("dispatcher" in options) == any("do not see MoE blocks in stages" in w for w in warned)
+    assert ("dispatcher" in options) == any("do not see MoE blocks of an engine" in w for w in warned)
 
 
 @pytest.mark.parametrize("policy", ["offload", {"*.experts": "stash"}], ids=str)

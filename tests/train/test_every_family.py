@@ -5,8 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
 
-from forebay.config import fast_path
+from forebay.config import Model, fast_path
+from forebay.models.router import BIASES
+from forebay.train import hf_io
 from forebay.train.distributed import Mesh
 from forebay.train.trainer import Trainer
 from tests.ranks import run_ranks
@@ -68,6 +72,42 @@ def test_experts_of_an_engine_that_are_not_just_added_are_not_compiled(
     for engine, own in zip(engines, plain, strict=True):
         assert engine == pytest.approx(own, rel=1e-5)
     assert moved == also_moved
+
+
+def test_an_engine_runs_under_hooks_on_all_modules(tmp_path: Path) -> None:
+    """Those of torch's FLOP counter see what a whole MoE block calls, whose router's outputs the loss needs."""
+    write_text(tmp_path)
+    wanted = trained(tmp_path, "granitemoe", graph=True)
+    with FlopCounterMode(display=False):
+        assert trained(tmp_path, "granitemoe", graph=True) == wanted
+
+
+def test_an_engine_cuts_models_whose_last_norm_has_no_weight(tmp_path: Path) -> None:
+    write_text(tmp_path)
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 96}
+    runs = []
+    for graph in (False, True):
+        settings = config(
+            tmp_path, model={"family": "olmo", "config": sizes}, train={"sequence": 32}, memory={"graph": graph}
+        )
+        with Mesh.open(settings) as mesh, Trainer(settings, mesh) as trainer:
+            runs.append([figures_of(trainer.step(number)) for number in (1, 2)])
+    assert runs[0] == runs[1]
+
+
+@pytest.mark.parametrize("family", ["afmoe", "minimax_m2"])
+def test_a_folders_biases_are_read_in_float32(tmp_path: Path, family: str) -> None:
+    """By one process, which transformers reads for, as by several."""
+    cpu = torch.device("cpu")
+    model = hf_io.build(Model(family=family, config=fields_of(family), dtype="bfloat16", attention="eager"), 320, cpu)
+    for name, bias in model.named_buffers():
+        if name.endswith(BIASES):
+            bias.fill_(0.001)
+    hf_io.save(model, tmp_path / "out")
+    section = Model(family="", path=str(tmp_path / "out"), dtype="bfloat16", attention="eager")
+    for shard in (None, lambda _: None):
+        held = {n: b for n, b in hf_io.build(section, 320, cpu, shard=shard).named_buffers() if n.endswith(BIASES)}
+        assert held and all(torch.equal(b, torch.full_like(b, 0.001, dtype=torch.float32)) for b in held.values())
 
 
 def piped(rank: int, world: int, folder: str) -> list[list[tuple[float, ...]]]:

@@ -243,6 +243,7 @@ class SublayerForward:
         attention: SublayerCallSite,
         mlp: SublayerCallSite,
         compiled: tuple[bool, bool],
+        dispatched: bool,
     ):
         self.attention = attention
         self.mlp = mlp
@@ -253,6 +254,7 @@ class SublayerForward:
         self._names = tuple(inspect.signature(type(parts.module).forward).parameters)[2:]
         self._block_class = type(self._block)
         self._compiled, self._compiled_block = compiled
+        self._in_engine = dispatched and parts.moe is not None
         self._warned = self._warned_of_hooks = False
 
     @property
@@ -317,28 +319,31 @@ class SublayerForward:
         return None if self._parts.moe is None or not self._parts.has_mlp else innermost(self._block.experts)
 
     def check_block(self) -> None:
-        """Raise RuntimeError if a compiled or staged sublayer would skip something installed on its block since; warn of hooks
-        on all modules that it skips, and of adapters on the experts that need PEFT's own forward."""
-        staged = self.stages is not None
+        """Raise RuntimeError if a compiled sublayer, or an engine's with experts, would skip something installed on its block
+        since; warn of hooks on all modules that it skips, and of adapters on the experts that need PEFT's own forward."""
         plain = _is_plain(self._block, self._block_class)
-        if not plain and (self._compiled_block or staged):
-            why = "a compiled sublayer" if self._compiled_block else "a MoE sublayer in stages (dispatcher=...)"
+        if not plain and (self._compiled_block or self._in_engine):
+            why = "a compiled sublayer" if self._compiled_block else "an engine's MoE sublayer (dispatcher=...)"
             raise RuntimeError(
                 f"{self.mlp.path!r} is not the plain {self._block_class.__name__} any more that was managed (a module hook, a "
                 f"replaced forward, an adapter or a wrapper such as FSDP2), which {why} does not run: put it on the router, "
                 "the experts or the decoder layer instead"
                 + (", or manage the model without compile" * self._compiled_block)
             )
-        if (self._compiled_block or staged) and not self._warned_of_hooks and _has_any_global_hook():
+        if (self._compiled_block or self._in_engine) and not self._warned_of_hooks and _has_any_global_hook():
             self._warned_of_hooks = True
-            uncalled = "MoE blocks in stages (dispatcher=...)" if staged else "the modules inside compiled sublayers"
+            uncalled = (
+                "MoE blocks of an engine (dispatcher=...)"
+                if self._in_engine
+                else "the modules inside compiled sublayers"
+            )
             warnings.warn(
                 f"hooks on all modules' calls (torch.nn.modules.module.register_module_forward_hook) do not see {uncalled}: "
                 "Forebay runs what is in them without calling them",
                 stacklevel=2,
             )
         if plain and self._parts.moe is not None:
-            self._check_adapters(self._parts.moe, compiled=self._compiled_block and not staged)
+            self._check_adapters(self._parts.moe, compiled=self._compiled_block and not self._in_engine)
 
     def _check_adapters(self, moe: MoeBlock, compiled: bool) -> None:
         experts, router = self._block.experts, getattr(self._block, moe.routing.router)
@@ -447,7 +452,7 @@ def install_sublayers(model: nn.Module, compile: bool = False, dispatcher: Token
     # All are made before the first is installed: making one may raise, and nothing would remove those of earlier layers.
     sites = [(make.attention(parts), make.block(parts)) for parts in layers]
     forwards = [
-        SublayerForward(parts, mixer, block, (compile, make.compiles_block(parts, block)))
+        SublayerForward(parts, mixer, block, (compile, make.compiles_block(parts, block)), dispatcher is not None)
         for parts, (mixer, block) in zip(layers, sites, strict=True)
     ]
     sublayers = Sublayers()
@@ -497,8 +502,10 @@ class _Maker:
         sublayer = partial(function, self._once(parts.halves.moe, parts.block), self._once(moe.routing.block, direct))
         if direct:
             return site(partial(with_edge, sublayer, parts.block, layer), light_recompute)
-        kind = type(getattr(layer, parts.block))
         plain = partial(sublayer, edge=None)  # in eager mode the experts make their own
+        if self._dispatcher is not None:  # an engine needs the router's outputs, which a call of the block has not
+            return site(partial(plain, layer), light_recompute)
+        kind = type(getattr(layer, parts.block))
         return site(partial(_plain_or_whole, kind, parts.block, plain, whole, layer), light_recompute)
 
     def _front(self, parts: LayerParts, moe: MoeBlock) -> Callable[[Tensor], Front] | None:

@@ -352,11 +352,10 @@ def final_norm(base: Any) -> str:
     Raises:
         ValueError: no module of the base model, or several, could be it.
     """
-    names = [
-        name
-        for name, module in base.named_children()
-        if isinstance(module, nn.Identity) or {p.ndim for p in module.parameters()} == {1}
-    ]
+    children = dict(base.named_children())
+    names = [n for n, m in children.items() if isinstance(m, nn.Identity) or {p.ndim for p in m.parameters()} == {1}]
+    # OLMo's has no weight. Rotary embeddings have buffers.
+    names = names or [n for n, m in children.items() if not (*m.parameters(), *m.buffers())]
     if len(names) != 1:
         raise ValueError(
             f"{type(base).__name__} has no single norm after its layers: {', '.join(names) or 'there is none'}"

@@ -33,7 +33,7 @@ class RouterOutput:
 
 
 _ENTROPY = ":entropy"  # no module's path has a colon
-_BIASES = "e_score_correction_bias", "expert_bias"  # transformers' names, in a router or in its block
+BIASES = "e_score_correction_bias", "expert_bias"  # transformers' names, in a router or in its block
 
 
 class RouterStats:
@@ -143,7 +143,7 @@ class RouterStats:
         """
         if not self.has_bias:
             raise ValueError(
-                f"{type(self._blocks[0].module).__name__} has no {' or '.join(_BIASES)}: this family balances by "
+                f"{type(self._blocks[0].module).__name__} has no {' or '.join(BIASES)}: this family balances by "
                 "`load_balancing_loss`"
             )
         for block in self._blocks:
@@ -255,7 +255,7 @@ def _joined(parts: Sequence[Tensor], device: torch.device) -> Tensor:
 
 def _bias(block: MoeBlock) -> Tensor | None:
     held = (*block.module.named_buffers(), *block.module.named_parameters())
-    return next((tensor for name, tensor in held if name.rpartition(".")[2] in _BIASES), None)
+    return next((tensor for name, tensor in held if name.rpartition(".")[2] in BIASES), None)
 
 
 def biases_to_float32(model: nn.Module) -> None:
@@ -264,7 +264,7 @@ def biases_to_float32(model: nn.Module) -> None:
     bf16 would round their updates away. Some families have them as parameters without a gradient, which FSDP2 would shard.
     """
     for module in model.modules():
-        for name in _BIASES:
+        for name in BIASES:
             bias = getattr(module, name, None)
             if isinstance(bias, Tensor):
                 delattr(module, name)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from safetensors import SafetensorError
@@ -17,7 +18,7 @@ from safetensors import SafetensorError
 from forebay.config import Config, Model
 from forebay.errors import RunError, UsageError, first_line, nearest
 from forebay.models.catalog import PUBLISHED, find
-from forebay.models.router import biases_to_float32
+from forebay.models.router import BIASES, biases_to_float32
 from forebay.models.sinks import has_eager_sinks
 from forebay.train import hf_weights
 from forebay.train.distributed import on_all
@@ -339,17 +340,20 @@ def _load(folder: Path, config: Any, dtype: torch.dtype, attention: str) -> Any:
     from transformers import AutoModelForCausalLM
 
     hf_weights.files_of(folder)  # or transformers would name no file
+    kind: Any = AutoModelForCausalLM._model_mapping[type(config)]
+    kept = [*(kind._keep_in_fp32_modules_strict or ()), *BIASES]  # not all families name theirs
     try:
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            str(folder),
-            config=config,
-            **_LOCAL,
-            use_safetensors=True,  # a pickle may run code
-            dtype=dtype,
-            attn_implementation=given_to_transformers(attention),
-            ignore_mismatched_sizes=True,  # lists them in `info` instead of raising
-            output_loading_info=True,
-        )
+        with patch.object(kind, "_keep_in_fp32_modules_strict", kept):
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                str(folder),
+                config=config,
+                **_LOCAL,
+                use_safetensors=True,  # a pickle may run code
+                dtype=dtype,
+                attn_implementation=given_to_transformers(attention),
+                ignore_mismatched_sizes=True,  # lists them in `info` instead of raising
+                output_loading_info=True,
+            )
         model, info = loaded
     except (OSError, ValueError, RuntimeError) as error:
         raise RunError(f"the weights in {folder} cannot be loaded: {first_line(error)}") from error

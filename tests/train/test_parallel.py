@@ -15,6 +15,7 @@ from forebay.train.distributed import Mesh
 from forebay.train.trainer import Trainer
 from tests.ranks import run_ranks
 from tests.train.common import DENSE
+from tests.train.families import fields_of
 
 STEPS = 3
 
@@ -190,11 +191,13 @@ def test_models_that_cannot_be_shared(tiny: Callable[..., Config]) -> None:
         tiny(model=dense, parallel={"ep": 2}).to_dict(),
         tiny(model=odd, parallel={"ep": 2}).to_dict(),
         tiny(model=strange).to_dict(),
+        tiny(model={"family": "ernie4_5_moe", "config": fields_of("ernie4_5_moe"), "dtype": "bfloat16"}).to_dict(),
     ]
     for messages in run_ranks(refused, 2, raws):
         assert messages[0] == "parallel.ep = 2, but this model has no experts; valid is 1"
         assert messages[1] == "parallel.ep = 2 does not divide the model's 5 experts; valid are 1, 5"
         assert "CohereDecoderLayer, whose forward is not two sublayers" in messages[2]
+        assert messages[3].startswith("model.layers.1.mlp.gate.weight of Ernie4_5_MoeForCausalLM is float32")
 
 
 def test_experts_have_several_names_in_configurations() -> None:

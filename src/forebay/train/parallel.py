@@ -107,7 +107,8 @@ def shard(model: nn.Module, mesh: Mesh, config: Config) -> Shards:
     """Shard `model` in place.
 
     Raises:
-        UsageError: the model's decoder layers are unknown, or `parallel.ep` does not divide its experts.
+        UsageError: the model's decoder layers are unknown, it keeps some weights in another dtype than `model.dtype`, or
+            `parallel.ep` does not divide its experts.
     """
     assert mesh.data is not None, "sharding needs a process group"
     try:
@@ -117,6 +118,12 @@ def shard(model: nn.Module, mesh: Mesh, config: Config) -> Shards:
     if not layers:
         raise UsageError(
             f"{type(model).__name__} has no decoder layers that Forebay knows; train it in one process, without model.compute"
+        )
+    kept = next((n for n, p in model.named_parameters() if p.dtype != getattr(torch, config.model.dtype)), None)
+    if kept is not None:  # FSDP2 gathers weights of one dtype together
+        raise UsageError(
+            f"{kept} of {type(model).__name__} is float32 with model.dtype = {config.model.dtype!r} too, which several processes "
+            "or model.compute cannot shard; valid are model.dtype = 'float32', with model.compute = 'bfloat16', or one process"
         )
     options: dict[str, Any] = {
         "mp_policy": MixedPrecisionPolicy(

@@ -324,7 +324,7 @@ def test_hooks_on_the_block_are_refused_in_stages(model, tokens):
         model(tokens, labels=tokens)
         mem.profile(lambda: model(tokens, labels=tokens).loss)
         model.model.layers[1].mlp.register_forward_hook(lambda *_: None)
-        with pytest.raises(RuntimeError, match=r"'model.layers.1.mlp'.*module hook.*stages"):
+        with pytest.raises(RuntimeError, match=r"'model.layers.1.mlp'.*module hook.*engine"):
             model(tokens, labels=tokens)
 
 

@@ -56,7 +56,7 @@ def test_a_process_that_dies_is_an_error() -> None:
 
 
 def test_processes_end_with_the_iterator() -> None:
-    found = forked_map(lambda number: number, range(100), 2)
+    found = forked_map(lambda number: time.sleep(60 * (number > 1)) or number, range(100), 2)
     assert next(found) == 0 and len(multiprocessing.active_children()) == 2
     found.close()  # type: ignore[attr-defined]
     assert not multiprocessing.active_children()

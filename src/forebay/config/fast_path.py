@@ -38,45 +38,15 @@ GRAPH_NODES = 500_000
 138 and 300 MB for 4 x 8, 16 x 16 and 48 x 16 layers and microbatches. Each takes 12 ms of a slow host to capture."""
 MOST_NODES = 1 << 30
 """Bytes of nodes that a graph may have on one process."""
-# Those of tests/train/test_every_family_gpu.py.
-_ADDED = (  # attention, and experts whose sum is added
-    *(
-        "axk2",
-        "deepseek_v2",
-        "deepseek_v3",
-        "deepseek_v32",
-        "dots1",
-        "exaone_moe",
-        "glm4_moe",
-        "glm4_moe_lite",
-        "gpt_oss",
-    ),
-    *(
-        "hunyuan_v1_moe",
-        "mellum",
-        "mimo_v2_flash",
-        "minimax_m2",
-        "mixtral",
-        "olmoe",
-        "qwen2_moe",
-        "qwen3_moe",
-        "solar_open",
-    ),
+# Those of tests/train/test_every_family_gpu.py: with attention and experts whose sum is added; with experts whose sum is scaled or
+# normed; with other mixers; dense ones.
+FAMILIES = (
+    *"axk2 deepseek_v2 deepseek_v3 deepseek_v32 dots1 exaone_moe glm4_moe glm4_moe_lite gpt_oss hunyuan_v1_moe mellum".split(),
+    *"mimo_v2_flash minimax_m2 mixtral olmoe qwen2_moe qwen3_moe solar_open".split(),
+    *"afmoe axk1 ernie4_5_moe flex_olmo granitemoe granitemoe_swa granitemoeshared hy_v3 laguna".split(),
+    *"granitemoehybrid lfm2_moe qwen3_5_moe_text qwen3_next".split(),
+    *"granite llama mistral qwen2 qwen3".split(),
 )
-_NOT_JUST_ADDED = (
-    "afmoe",
-    "axk1",
-    "ernie4_5_moe",
-    "flex_olmo",
-    "granitemoe",
-    "granitemoe_swa",
-    "granitemoeshared",
-    "hy_v3",
-    "laguna",
-)
-_OTHER_MIXERS = ("granitemoehybrid", "lfm2_moe", "qwen3_5_moe_text", "qwen3_next")
-_DENSE = ("granite", "llama", "mistral", "qwen2", "qwen3")
-FAMILIES = (*_ADDED, *_NOT_JUST_ADDED, *_OTHER_MIXERS, *_DENSE)
 _OVERLAPPED = frozenset({"keep", "recompute", "stash"})  # placements
 _PROCESSES = (1, 2, 4)  # of a graph's runs
 _BESIDE = "memory.graph = true tries it"

@@ -38,8 +38,8 @@ GRAPH_NODES = 500_000
 138 and 300 MB for 4 x 8, 16 x 16 and 48 x 16 layers and microbatches. Each takes 12 ms of a slow host to capture."""
 MOST_NODES = 1 << 30
 """Bytes of nodes that a graph may have on one process."""
-# Those of tests/train/test_every_family_gpu.py: with attention and experts whose sum is added; with experts whose sum is scaled or
-# normed; with other mixers; dense ones.
+# Those of tests/train/test_every_family_gpu.py: with attention and experts whose sum is added; with experts whose sum is scaled
+# or normed; with other mixers; dense ones.
 FAMILIES = (
     *"axk2 deepseek_v2 deepseek_v3 deepseek_v32 dots1 exaone_moe glm4_moe glm4_moe_lite gpt_oss hunyuan_v1_moe mellum".split(),
     *"mimo_v2_flash minimax_m2 mixtral olmoe qwen2_moe qwen3_moe solar_open".split(),

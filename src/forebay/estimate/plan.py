@@ -473,8 +473,13 @@ def _mask_bytes(config: Config, text: Any, shape: Shape, microbatches: int) -> i
     if config.data.packing != "documents" or not config.has_engine:
         return 0
     kinds = {kind for kind in getattr(text, "layer_types", None) or () if kind != "linear_attention"}
-    width = getattr(torch, config.model.computed_in).itemsize
-    return width * shape.sequence**2 * shape.microbatch * microbatches * max(1, len(kinds))
+    return _mask_of_sequence(config) * shape.microbatch * microbatches * max(1, len(kinds))
+
+
+def _mask_of_sequence(config: Config) -> int:
+    """Bytes of the mask of one sequence whose documents are apart."""
+    size: int = getattr(torch, config.model.computed_in).itemsize
+    return size * config.train.sequence**2
 
 
 def _dispatcher_bytes(config: Config, text: Any, shape: Shape, sharing: Sharing) -> int:
@@ -608,7 +613,7 @@ def _notes(config: Config, placed: Collection[str]) -> list[str]:
     if config.data.packing == "documents":
         omitted = "that attention is slower with the masks of documents"
         if not config.has_engine:
-            mask = format_bytes(getattr(torch, config.model.computed_in).itemsize * config.train.sequence**2)
+            mask = format_bytes(_mask_of_sequence(config))
             omitted = (
                 f"the masks of documents, {mask} a sequence for each layer that keeps its attention, and {omitted}"
             )

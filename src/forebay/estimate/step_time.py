@@ -183,7 +183,7 @@ class ScheduleTimer:
 
     @property
     def seconds(self) -> float:
-        """Of the whole schedule."""
+        """When the last rank ends its last action."""
         return max(self._free)
 
     def _perform(self, rank: int, action: Action) -> bool:

@@ -151,6 +151,7 @@ class SublayerCallSite:
         light_recompute: see `light_recompute_of`; None for other sublayers.
         front, experts: stages 1 and 3 of a MoE sublayer in stages, for an engine that runs them by themselves, each with
             all wrappers. Stage 3 skips the module hooks of the experts.
+        compiled: whether it, or its first stage, is compiled.
     """
 
     def __init__(
@@ -162,8 +163,10 @@ class SublayerCallSite:
         light_recompute: Callable[[bool], None] | None = None,
         front: Callable[..., Any] | None = None,
         experts: Callable[..., Any] | None = None,
+        compiled: bool = False,
     ):
         self.path = path
+        self.compiled = compiled
         self.module = module
         self.names = names
         self.calls = 0
@@ -242,8 +245,7 @@ class SublayerForward:
         parts: LayerParts,
         attention: SublayerCallSite,
         mlp: SublayerCallSite,
-        compiled: tuple[bool, bool],
-        dispatched: bool,
+        in_engine: bool,
     ):
         self.attention = attention
         self.mlp = mlp
@@ -253,8 +255,7 @@ class SublayerForward:
         self._original: Callable[..., Any]  # set by `around`
         self._names = tuple(inspect.signature(type(parts.module).forward).parameters)[2:]
         self._block_class = type(self._block)
-        self._compiled, self._compiled_block = compiled
-        self._in_engine = dispatched and parts.moe is not None
+        self._in_engine = in_engine and parts.moe is not None
         self._warned = self._warned_of_hooks = False
 
     @property
@@ -300,7 +301,7 @@ class SublayerForward:
 
     def attend(self, hidden_states: Tensor, attention_mask: Any = None, **kwargs: Any) -> Tensor:
         """The attention sublayer, [B, S, H] to [B, S, H], with the keywords that a model gives its layers."""
-        if self._compiled:
+        if self.attention.compiled:
             _refuse_hooks(self.attention.path, self.mixer, forward_hooks_too=True)
         if self.masks is not None:
             attention_mask = self.masks.of(attention_mask)
@@ -322,15 +323,15 @@ class SublayerForward:
         """Raise RuntimeError if a compiled sublayer, or an engine's with experts, would skip something installed on its block
         since; warn of hooks on all modules that it skips, and of adapters on the experts that need PEFT's own forward."""
         plain = _is_plain(self._block, self._block_class)
-        if not plain and (self._compiled_block or self._in_engine):
-            why = "a compiled sublayer" if self._compiled_block else "an engine's MoE sublayer (dispatcher=...)"
+        if not plain and (self.mlp.compiled or self._in_engine):
+            why = "a compiled sublayer" if self.mlp.compiled else "an engine's MoE sublayer (dispatcher=...)"
             raise RuntimeError(
                 f"{self.mlp.path!r} is not the plain {self._block_class.__name__} any more that was managed (a module hook, a "
                 f"replaced forward, an adapter or a wrapper such as FSDP2), which {why} does not run: put it on the router, "
                 "the experts or the decoder layer instead"
-                + (", or manage the model without compile" * self._compiled_block)
+                + (", or manage the model without compile" * self.mlp.compiled)
             )
-        if (self._compiled_block or self._in_engine) and not self._warned_of_hooks and _has_any_global_hook():
+        if (self.mlp.compiled or self._in_engine) and not self._warned_of_hooks and _has_any_global_hook():
             self._warned_of_hooks = True
             uncalled = (
                 "MoE blocks of an engine (dispatcher=...)"
@@ -343,7 +344,7 @@ class SublayerForward:
                 stacklevel=2,
             )
         if plain and self._parts.moe is not None:
-            self._check_adapters(self._parts.moe, compiled=self._compiled_block and not self._in_engine)
+            self._check_adapters(self._parts.moe, compiled=self.mlp.compiled and not self._in_engine)
 
     def _check_adapters(self, moe: MoeBlock, compiled: bool) -> None:
         experts, router = self._block.experts, getattr(self._block, moe.routing.router)
@@ -374,7 +375,7 @@ class SublayerForward:
         Transformers' ``output_router_logits`` and `forebay.models.router.RouterStats` are such hooks.
         """
         moe = self._parts.moe
-        if not self._compiled_block or moe is None:
+        if not self.mlp.compiled or moe is None:
             return
         path, router = moe.path, getattr(self._block, moe.routing.router)
         output = moe.routing.output(logits, ids)
@@ -450,11 +451,8 @@ def install_sublayers(model: nn.Module, compile: bool = False, dispatcher: Token
         check_compiler(next(model.parameters()).device.type)
     make = _Maker(compile, dispatcher)
     # All are made before the first is installed: making one may raise, and nothing would remove those of earlier layers.
-    sites = [(make.attention(parts), make.block(parts)) for parts in layers]
-    forwards = [
-        SublayerForward(parts, mixer, block, (compile, make.compiles_block(parts, block)), dispatcher is not None)
-        for parts, (mixer, block) in zip(layers, sites, strict=True)
-    ]
+    in_engine = dispatcher is not None
+    forwards = [SublayerForward(parts, make.attention(parts), make.block(parts), in_engine) for parts in layers]
     sublayers = Sublayers()
     for parts, forward in zip(layers, forwards, strict=True):
         sublayers.add(parts.module, forward)
@@ -476,44 +474,40 @@ class _Maker:
     def attention(self, parts: LayerParts) -> SublayerCallSite:
         half = self._once(parts.halves.attention, parts.mixer if self._direct else None)
         call = partial(self._functions[attention_sublayer], half, parts.module)
-        return SublayerCallSite(parts.attention_path, parts.module, parts.halves.first, call)
-
-    def compiles_block(self, parts: LayerParts, site: SublayerCallSite) -> bool:
-        """Whether the block, or its first stage, is compiled. A whole MoE block of an engine is not: its experts may defer weight
-        gradients, which compiled code cannot."""
-        return self._direct and (parts.moe is None or self._dispatcher is None or site.dispatches)
+        return SublayerCallSite(parts.attention_path, parts.module, parts.halves.first, call, compiled=self._direct)
 
     def block(self, parts: LayerParts) -> SublayerCallSite:
         layer, moe = parts.module, parts.moe
         whole = partial(self._functions[dense_sublayer], self._once(parts.halves.feed_forward))
         site = partial(SublayerCallSite, parts.block_path, layer, parts.halves.second)
         if moe is None:
-            return site(partial(whole, layer))
+            return site(partial(whole, layer), compiled=self._direct)
         light_recompute = light_recompute_of(moe.experts)
-        front = None if self._dispatcher is None else self._front(parts, moe)
-        if front is not None and self._dispatcher is not None:
+        dispatcher = self._dispatcher
+        if dispatcher is not None and (front := self._front(parts, moe, dispatcher)) is not None:
             experts = partial(_experts, layer, parts.block)
-            stages = MoeStages(front, partial(experts, False), self._dispatcher)
+            stages = MoeStages(front, partial(experts, False), dispatcher)
             # An engine runs stage 3 without the module's hooks: FSDP2's would take the end of stage 3's backward for the end
             # of the step's, and reshard everything. Such an engine has unsharded the parameters itself.
-            return site(stages, light_recompute, front, partial(experts, True))
-        direct = self._direct and self._dispatcher is None  # see `compiles_block`
+            return site(stages, light_recompute, front, partial(experts, True), compiled=self._direct)
+        # The experts of an engine may defer weight gradients, which compiled code cannot.
+        direct = self._direct and dispatcher is None
         function = self._functions[moe_sublayer] if direct else moe_sublayer
         sublayer = partial(function, self._once(parts.halves.moe, parts.block), self._once(moe.routing.block, direct))
         if direct:
-            return site(partial(with_edge, sublayer, parts.block, layer), light_recompute)
+            return site(partial(with_edge, sublayer, parts.block, layer), light_recompute, compiled=True)
         plain = partial(sublayer, edge=None)  # in eager mode the experts make their own
-        if self._dispatcher is not None:  # an engine needs the router's outputs, which a call of the block has not
+        if dispatcher is not None:  # an engine needs the router's outputs, which a call of the block has not
             return site(partial(plain, layer), light_recompute)
         kind = type(getattr(layer, parts.block))
         return site(partial(_plain_or_whole, kind, parts.block, plain, whole, layer), light_recompute)
 
-    def _front(self, parts: LayerParts, moe: MoeBlock) -> Callable[[Tensor], Front] | None:
+    def _front(self, parts: LayerParts, moe: MoeBlock, dispatcher: TokenDispatcher) -> Callable[[Tensor], Front] | None:
         """Stage 1; None for a block that does more with the experts' sum than to add it, which one process runs whole."""
         block, shared = self._once(moe.routing.front, self._direct) or (None, False)
         half = self._once(parts.halves.front, parts.block, shared)
         if block is None or half is None:
-            if self._dispatcher is None or self._dispatcher.size == 1:
+            if dispatcher.size == 1:
                 return None
             raise ValueError(
                 f"{parts.block_path!r} ({type(getattr(parts.module, parts.block)).__name__}) does not just add the output of its "

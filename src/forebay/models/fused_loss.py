@@ -146,7 +146,7 @@ def _head_forward(self: nn.Linear, hidden: Tensor, targets: Tensor | None = None
 
 
 def logits_scale(model: nn.Module) -> Callable[[Tensor], Tensor]:
-    """What a `*ForCausalLM` with a fused loss does to the hidden states before its head: nothing, or a factor's product."""
+    """A function that multiplies hidden states by the factor that a `*ForCausalLM` has for its logits, as its fused loss does."""
     family = transformers_base(model)
     source = None if family is None else source_of(family.forward)
     scales = [] if source is None else [statement for statement in source.tree.body if _scales_logits(statement)]

@@ -56,6 +56,7 @@ class RouterStats:
                     f"the router of {block.path!r} ({type(block.router).__name__}) does not return logits and ids, which "
                     "losses and counts of the routing need"
                 )
+        self._biases = {block.path: bias for block in self._blocks for bias in _biases_in(block.module)}
         self.records: list[RouterOutput] = []
         self.measures_entropy = False
         self._counts: dict[str, Tensor] = {}  # by path, and the sums of entropy by the path and _ENTROPY
@@ -63,7 +64,7 @@ class RouterStats:
     @property
     def has_bias(self) -> bool:
         """Whether the family balances by a bias (`update_bias`) instead of a loss."""
-        return any(_bias(block) is not None for block in self._blocks)
+        return bool(self._biases)
 
     def recording(self) -> AbstractContextManager[None]:
         """Record and count the forward passes within, after dropping earlier records. Counts add up.
@@ -147,9 +148,9 @@ class RouterStats:
                 "`load_balancing_loss`"
             )
         for block in self._blocks:
-            bias = _bias(block)
-            if bias is None:
+            if block.path not in self._biases:
                 continue
+            bias = getattr(*self._biases[block.path])
             if bias.dtype != torch.float32:
                 raise ValueError(
                     f"the bias of the router of {block.path!r} is {bias.dtype}; keep it in float32 "
@@ -253,9 +254,12 @@ def _joined(parts: Sequence[Tensor], device: torch.device) -> Tensor:
     return torch.cat(parts) if len(parts) > 1 else parts[0]
 
 
-def _bias(block: MoeBlock) -> Tensor | None:
-    held = (*block.module.named_buffers(), *block.module.named_parameters())
-    return next((tensor for name, tensor in held if name.rpartition(".")[2] in BIASES), None)
+def _biases_in(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
+    """The modules that hold a router's bias, and its name there."""
+    for module in model.modules():
+        for name in BIASES:
+            if isinstance(getattr(module, name, None), Tensor):
+                yield module, name
 
 
 def biases_to_float32(model: nn.Module) -> None:
@@ -263,9 +267,7 @@ def biases_to_float32(model: nn.Module) -> None:
 
     bf16 would round their updates away. Some families have them as parameters without a gradient, which FSDP2 would shard.
     """
-    for module in model.modules():
-        for name in BIASES:
-            bias = getattr(module, name, None)
-            if isinstance(bias, Tensor):
-                delattr(module, name)
-                module.register_buffer(name, bias.detach().float())
+    for module, name in _biases_in(model):
+        bias: Tensor = getattr(module, name)
+        delattr(module, name)
+        module.register_buffer(name, bias.detach().float())

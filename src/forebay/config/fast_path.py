@@ -44,7 +44,7 @@ FAMILIES = (
     *"axk2 deepseek_v2 deepseek_v3 deepseek_v32 dots1 exaone_moe glm4_moe glm4_moe_lite gpt_oss hunyuan_v1_moe mellum".split(),
     *"mimo_v2_flash minimax_m2 mixtral olmoe qwen2_moe qwen3_moe solar_open".split(),
     *"afmoe axk1 ernie4_5_moe flex_olmo granitemoe granitemoe_swa granitemoeshared hy_v3 laguna".split(),
-    *"granitemoehybrid lfm2_moe qwen3_5_moe_text qwen3_next".split(),
+    *"granitemoehybrid kimi_linear lfm2_moe qwen3_5_moe_text qwen3_next".split(),
     *"granite llama mistral qwen2 qwen3".split(),
 )
 _OVERLAPPED = frozenset({"keep", "recompute", "stash"})  # placements

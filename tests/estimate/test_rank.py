@@ -15,7 +15,7 @@ from forebay.config import from_mapping
 from forebay.estimate.device import DeviceProfile, load
 from forebay.estimate.layer_time import SUBLAYER_DIRECT
 from forebay.estimate.layers import plan_layers
-from forebay.estimate.plan import fit_run
+from forebay.estimate.plan import Fit, fit_run
 from forebay.estimate.state import Sharing
 from forebay.estimate.step_time import StepTime
 from forebay.estimate.trace_cache import TraceCache
@@ -267,3 +267,31 @@ def test_experts_on_two_nodes_take_longer() -> None:
 def test_devices_differ() -> None:
     times = [small(device=name).schedule for name in ("b200", "h200", "a100", "rtx4090")]
     assert times == sorted(times)
+
+
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("policy", ["recompute", "offload"])
+def test_placements_cost_what_the_step_takes_longer(graph: bool, policy: str) -> None:
+    """Also where the host's launches take longest, which offloaded tensors add to."""
+
+    def fit(policy: str) -> Fit:
+        config = from_mapping(
+            {
+                "model": {
+                    "family": "qwen3_moe",
+                    "config": {"hidden_size": 1024, "num_hidden_layers": 2, "vocab_size": 512, "num_experts": 8},
+                    "dtype": "float32",
+                    "compute": "bfloat16",
+                },
+                "train": {"batch": 3, "microbatch": 1, "sequence": 4096},
+                "device": {"type": "cuda"},
+                "memory": {"graph": graph, "policy": policy},
+            }
+        )
+        return fit_run(config, plan_layers(config, 1), 1, device=load("h200"))
+
+    kept, placed = fit("keep").step, fit(policy)
+    assert kept is not None and placed.step is not None
+    added = 3 * sum(sublayer.seconds for sublayer in placed.sublayers)
+    assert added == pytest.approx(placed.step.seconds - kept.seconds, rel=1e-6, abs=1e-9)
+    assert (added > 0) == (policy == "recompute" or not graph)

@@ -18,7 +18,6 @@ from forebay.estimate.parts import Part
 from forebay.estimate.rank_run import StepLevel
 from forebay.estimate.types import PartTrace
 from forebay.memory.solver import first_that_fits, front
-from forebay.memory.timeline import LIGHT_RECOMPUTE_SHARE
 from forebay.policy import PLACEMENTS, format_bytes
 
 _MOVING = 1e-3  # cost of a second of transfer in seconds of waiting: prefers the answer that moves less
@@ -36,12 +35,15 @@ class Machine:
 
     Attributes:
         seconds: of a microbatch's forward and backward through a part.
+        added: seconds by which a microbatch's two passes through a sublayer take longer under a placement, on the slower of
+            device and host, without waits for the link.
         out_rate, back_rate, end_rates: of the link to the host, with all GPUs of a host at once, and at the ends of a pipeline's
             step; see `Timeline`.
         copy_rate: that a kernel reads or writes.
     """
 
     seconds: Callable[[PartTrace], tuple[float, float]]
+    added: Callable[[PartTrace, str], float]
     out_rate: float
     back_rate: float
     copy_rate: float
@@ -109,20 +111,20 @@ def rank_options(
 def option(part: Part, placement: str, recompute: str, machine: Machine, carried: int | None = None) -> Option:
     """A part under a placement. `carried`: bytes that an offloaded part sends to the host; None means all."""
     trace, saved = part.trace, part.trace.saved
-    held, seconds, moved = saved, 0.0, 0
+    held, moved = saved, 0
     match placement:
         case "recompute" if trace.light is not None and recompute != "full":
-            # "save-dispatch" holds less, and is counted as "light".
-            held, seconds = trace.light.saved, LIGHT_RECOMPUTE_SHARE * machine.seconds(trace)[0]
+            held = trace.light.saved  # "save-dispatch" holds less, and is counted as "light"
         case "recompute":
-            held, seconds = min(trace.inputs, saved), machine.seconds(trace)[0]
+            held = min(trace.inputs, saved)
         case "offload":
             moved = saved if carried is None else min(carried, saved)
             held = saved - moved
-        case "stash":  # one more write in forward, and a read
+        case "stash":
             capacity, arrived = trace.stash
-            held, seconds = saved - capacity + arrived, 2 * arrived / machine.copy_rate
-    return Option(part.path, placement, saved, held + part.balance + part.shared, saved - held, seconds, moved)
+            held = saved - capacity + arrived
+    added = 0.0 if placement == "keep" else machine.added(trace, placement)
+    return Option(part.path, placement, saved, held + part.balance + part.shared, saved - held, added, moved)
 
 
 class ChoiceCosts:
@@ -182,7 +184,8 @@ class ChoiceCosts:
                 found.append(chosen)
         tried = found or sorted({*ends, *simple}, key=lambda chosen: (peak(chosen), self.order(chosen)))[:1]
         chosen = min(tried, key=self.order)
-        return Choice(rank, self.placed(chosen), *self.seconds(chosen), peak(chosen))
+        seconds, waited = self.seconds(chosen)
+        return Choice(rank, self.placed(chosen), seconds, waited if self._waits else 0.0, peak(chosen))
 
     def placements(self, chosen: Chosen) -> dict[str, str]:
         """By path."""
@@ -199,12 +202,14 @@ class ChoiceCosts:
         return seconds + _MOVING * moved * sum(1 / rate for rate in self._rates), self._held(chosen), chosen
 
     def simple(self) -> list[Chosen]:
-        """The same placement for all attention and for all MLPs, or all choices if they are few; the cheapest first."""
+        """The same placement for all attention and for all MLPs, or all choices if they are few; the cheapest first. A policy may
+        say the former, so they are allowed: where the run may not wait, its manager offloads less, as the walk does."""
+        uniform = {self._uniform(dict(zip((True, False), two, strict=True))) for two in product(PLACEMENTS, repeat=2)}
         if prod(map(len, self._sublayers)) <= _FEW:
             found = set(product(*(range(len(options)) for options in self._sublayers)))
         else:
-            found = {self._uniform(dict(zip((True, False), two, strict=True))) for two in product(PLACEMENTS, repeat=2)}
-        return sorted(filter(self._allowed, found), key=self.order)
+            found = uniform
+        return sorted({*filter(self._allowed, found), *uniform}, key=self.order)
 
     def fronts(self) -> list[list[Chosen]]:
         """Choices from keeping everything to holding as little as possible: each costs more and holds less than the one before.
@@ -280,14 +285,14 @@ class ChoiceCosts:
         return [*({**waiting, **found} if self._waits else found).values()]
 
     def _seconds(self, chosen: Chosen) -> tuple[float, float]:
-        """Cost of a step, and the waits among it."""
+        """Cost of a step, and the seconds that all transfers wait for the link: among the cost if the run may wait."""
         cost, waited, picked = 0.0, 0.0, iter(self._picked(chosen))
         for sublayers in self._stages.values():
             own = [next(picked) for _ in sublayers]
             cost += self._microbatches * sum(o.seconds for o in own)
             if any(o.moved for o in own):
                 waited += self._microbatches * sum(self._wait(own, way) for way in (0, 1))
-        return cost + waited, waited
+        return cost + waited * self._waits, waited
 
     def _wait(self, options: Sequence[Option], way: int) -> float:
         """Seconds that a pass through a stage waits for the link, of which the walk knows nothing: at most the bytes of the last

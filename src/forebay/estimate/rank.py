@@ -105,7 +105,7 @@ class RunEstimator:
 
         device = self.clock.device
         out_rate, back_rate, *ends = device.host(self.sharing.world, self.sharing.pp > 1)
-        return Machine(seconds, out_rate, back_rate, device.at("bandwidth", 1 << 30), tuple(ends))
+        return Machine(seconds, self._added, out_rate, back_rate, device.at("bandwidth", 1 << 30), tuple(ends))
 
     @cached_property
     def timer(self) -> LayerTimer:
@@ -263,6 +263,13 @@ class RunEstimator:
         shares = self._before_experts(part.trace.forward_ops), self._before_experts(part.trace.backward_ops[::-1])
         front = [seconds * share for seconds, share in zip(whole, shares, strict=True)]
         return [(front[0], front[1]), (whole[0] - front[0], whole[1] - front[1])]
+
+    def _added(self, part: PartTrace, placement: str) -> float:
+        """See `Machine.added`."""
+        kept, placed = (sum(map(self._takes, self.timer.sublayer(part, p))) for p in ("keep", placement))
+        # One more write in forward, and a read.
+        stashed = 2 * part.stash[1] / self.machine.copy_rate if placement == "stash" else 0.0
+        return max(placed - kept, 0.0) + stashed
 
     def _before_experts(self, ops: Sequence[OpCost]) -> float:
         """Share of the seconds of `ops` before the experts' first one, or the first transfer to them."""

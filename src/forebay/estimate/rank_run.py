@@ -18,8 +18,8 @@ _HELD = MappingProxyType({"F": 1, "B": -1, "I": -1})
 
 
 _BUSY = 0.9
-"""Share of its rate that a link reaches which copies all the time. The first 0.4 GiB reach the host at 55 GB/s, the rest at 50, and
-come back at 51 (benchmarks/results/busy_link.json); the profile's rates are of copies of 256 MiB."""
+"""Share of its rate that a link reaches which copies all the time. The first 0.4 GiB reach the host at 55 GB/s, the rest at 50,
+and come back at 51 (benchmarks/results/busy_link.json); the profile's rates are of copies of 256 MiB."""
 
 
 @dataclass(frozen=True)

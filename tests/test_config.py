@@ -190,6 +190,13 @@ def test_mistakes_are_named(raw: dict[str, Any], said: list[str]) -> None:
         assert part in str(caught.value)
 
 
+@pytest.mark.parametrize("text", ["2026-11-28", "2026-11-28T08:00:00", "08:00:00"])
+def test_a_date_of_an_override_is_a_text(text: str) -> None:
+    assert load("quickstart", [f"log.folder={text}"]).log.folder == text
+    with pytest.raises(UsageError, match="is no duration; valid are '3h50m'"):
+        load("quickstart", [f"train.time_limit={text}"])
+
+
 @pytest.mark.parametrize(
     ("override", "said"),
     [

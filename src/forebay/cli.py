@@ -42,7 +42,7 @@ def program() -> NoReturn:
 
     Raises:
         SystemExit: always, but after a plan, which has no threads and no files to close: the interpreter takes 0.5 s to
-            collect and free what the plan, torch and transformers made.
+            collect and free what the plan, torch and transformers made; and after a run that failed.
     """
     _open_streams()
     options = _parser().parse_args()
@@ -50,7 +50,8 @@ def program() -> NoReturn:
     if plans:
         gc.disable()  # the collector takes a fifth of a plan's time, and almost everything lives until the end
     code = _run_command(options)
-    if plans:
+    # A process of a run that failed has threads, and a device, that may wait for the other processes.
+    if plans or (code and options.command in ("train", "profile")):
         with suppress(OSError):  # `main` has said so
             sys.stdout.flush()
             sys.stderr.flush()

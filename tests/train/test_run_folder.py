@@ -47,6 +47,21 @@ def test_nothing_to_resume(tiny: Callable[..., Config], tmp_path: Path) -> None:
         where_to_resume(tiny(), str(tmp_path))
 
 
+def test_a_copy_of_a_checkpoint_begins_a_run_of_its_own(
+    tiny: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is written beside the copy. A path within a run's folder is of that run, from wherever it is given."""
+    run = train(tiny(train={"steps": 1}), quiet())
+    copy = Path(shutil.copytree(run / "checkpoints" / "step-00000001", tmp_path / "kept" / "here" / "step-00000001"))
+    before = sorted(tmp_path.rglob("kept/**"))
+    assert train(tiny(train={"steps": 2}), quiet(), str(copy)) == tmp_path / "run-2"
+    assert sorted(tmp_path.rglob("kept/**")) == before and [m["step"] for m in metrics(tmp_path / "run-2")] == [2]
+    monkeypatch.chdir(run / "checkpoints")
+    for given in (".", "step-00000001", "../../run"):
+        assert where_to_resume(tiny(), given).folder == run
+    assert train(tiny(train={"steps": 2}), quiet(), "step-00000001") == run
+
+
 def test_two_runs_at_once_have_two_folders(tiny: Callable[..., Config], tmp_path: Path, monkeypatch: Any) -> None:
     """The second starts before the first has written anything: in the place of its trainer."""
     config = tiny(train={"steps": 1})

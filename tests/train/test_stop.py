@@ -5,12 +5,15 @@ import random
 import signal
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from forebay import cli
 from forebay.cli import main
 from forebay.errors import DoesNotFit, Preempted
 from forebay.train import loop, restore
@@ -180,23 +183,36 @@ def test_a_validation_leaves_the_time_of_a_save() -> None:
     assert watch.leaves_only_saves
 
 
-def run_out_of_memory(command: list[str], ranks: list[int]) -> int:
+def run_out_of_memory(command: list[str], ranks: list[int], waits: bool) -> int:
     def out(self: Trainer, number: int) -> Any:
+        # As a dispatcher in symmetric memory closes: the process that goes on does not come.
+        self.dispatcher.close = partial(dist.barrier, self.mesh.expert_group)  # type: ignore[union-attr, method-assign]
         if int(os.environ["RANK"]) in ranks:
             raise torch.OutOfMemoryError("CUDA out of memory")
         return self.mesh.max(0)  # waits for a process that does not come
 
     Trainer.step = out  # type: ignore[method-assign]
     loop.usable_bytes = lambda device: 1 << 40  # enough for the plan, so that its advice is quick
+    if waits:
+        loop._SILENT = loop._PLANNING = 0.5
+        cli._what_fits = lambda *_: time.sleep(300)  # type: ignore[assignment, return-value]
     return main(command)
 
 
-@pytest.mark.parametrize("ranks", [[1], [0, 1]])
+@pytest.mark.parametrize(
+    ("ranks", "waits", "advice"),
+    [
+        ([1], False, "the planner expects"),
+        ([0, 1], False, "the planner expects"),
+        ([1], True, "the planner has no advice"),
+    ],
+)
 def test_all_processes_leave_with_the_code_of_the_one_that_is_out_of_memory(
-    make: Callable[..., Job], ranks: list[int]
+    make: Callable[..., Job], ranks: list[int], waits: bool, advice: str
 ) -> None:
     job = make("job", 2)
-    job.start(run_out_of_memory, ranks)
+    job.start(run_out_of_memory, ranks, waits)
     codes, _, error = job.ended()
     assert codes == [DoesNotFit.exit_code] * 2 == [3, 3], error
-    assert "forebay: CUDA out of memory; the planner expects" in error
+    assert f"forebay: CUDA out of memory; {advice}" in error
+    assert error.count("forebay: out of memory; the planner looks for what fits") == waits

@@ -11,6 +11,7 @@ import tomllib
 import types
 import typing
 from collections.abc import Iterable, Mapping
+from datetime import date, time
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -102,11 +103,13 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
 
 
 def _parse_value(text: str) -> Any:
-    """The value of a ``--set``: parsed as TOML (``3``, ``true``, ``[1, 2]``, ``"x"``) if possible, else the text itself."""
+    """The value of a ``--set``: parsed as TOML (``3``, ``true``, ``[1, 2]``, ``"x"``) if possible, else the text itself. So is a
+    date or time, as in ``log.folder=2026-11-28``: no key has one."""
     try:
-        return parsed(tomllib.loads, f"value = {text}")["value"]
+        value = parsed(tomllib.loads, f"value = {text}")["value"]
     except ValueError:
         return text.strip()
+    return text.strip() if isinstance(value, (date, time)) else value  # a datetime is a date
 
 
 def build_section(section: Any, name: str, values: Mapping[str, Any]) -> Any:

@@ -24,7 +24,7 @@ def expandable_segments(wanted: bool, device: torch.device) -> Iterator[None]:
         yield
     finally:
         _set(given, False)
-        torch.cuda.empty_cache()  # free parts of segments that grew would serve nobody
+    torch.cuda.empty_cache()  # free parts of segments that grew would serve nobody; it waits for the device: not after an error
 
 
 def _set(given: str, expandable: bool) -> None:

@@ -8,6 +8,7 @@ where there is one process.
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
@@ -26,6 +27,7 @@ from forebay.train.world import ALONE, World
 T = TypeVar("T")
 _ALL_FAILED = "forebay/all-failed"
 _ASKING = 2.0  # seconds
+_ABORTING = 10.0  # seconds that communication may take to end
 
 
 def rank_and_size() -> tuple[int, int]:
@@ -273,7 +275,14 @@ class Mesh:
             return
         self._owns = False
         if failed and self.device.type == "cuda":
-            dist.group.WORLD.abort()  # type: ignore[union-attr]  # or destroying would wait for work that never ends
+            group: Any = dist.group.WORLD
+            abort = threading.Thread(
+                target=group.abort, daemon=True
+            )  # or destroying would wait for work that never ends
+            abort.start()
+            abort.join(_ABORTING)
+            if abort.is_alive():  # it waits for a stream that waits for another process: both end with this one
+                return
         dist.destroy_process_group()
 
     def __enter__(self) -> Self:

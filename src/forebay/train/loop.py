@@ -13,6 +13,8 @@ import json
 import math
 import os
 import signal
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
@@ -59,7 +61,9 @@ from forebay.train.trainer import Trainer
 
 # Settings that the order of the data depends on: a resumed run with another value would skip or repeat text.
 _SAME_ON_RESUME = (("train", "batch"), ("train", "sequence"), ("train", "seed"), ("data", "validation"))
-_PLANNING = 60.0  # seconds that processes wait for advice on memory; a plan of one pipeline rank takes 4 s
+# Seconds that a run which is out of memory waits for advice, at first without a word: a plan takes 4 s, but a search of the
+# placements of a pipeline minutes. Other processes wait longer, for an answer that comes at the last moment.
+_SILENT, _PLANNING, _ANSWER = 5.0, 60.0, 10.0
 
 
 def train(
@@ -234,8 +238,29 @@ def _advising_memory(mesh: Mesh, what_fits: Callable[[int], str] | None) -> Iter
     except MemoryError as error:
         raise DoesNotFit(f"the host is out of memory: {first_line(error)}") from error
     except torch.OutOfMemoryError as error:
-        advice = "" if what_fits is None else _advice_of_first(mesh, partial(what_fits, usable_bytes(mesh.device)))
+        advice = "" if what_fits is None else _advice_of_first(mesh, partial(_advice, what_fits, mesh))
         raise DoesNotFit("; ".join(filter(None, (first_line(error), advice)))) from error
+
+
+def _advice(what_fits: Callable[[int], str], mesh: Mesh) -> str:
+    """What `what_fits` returns; a plan that takes too long, or fails, does not hold up or replace the error that it is for."""
+    found: list[str] = []
+    budget = usable_bytes(mesh.device)
+
+    def plan() -> None:
+        try:
+            found.append(what_fits(budget))
+        except Exception as error:
+            found.append(f"the planner failed: {first_line(error)}")
+
+    thread = threading.Thread(target=plan, daemon=True)
+    thread.start()
+    thread.join(_SILENT)
+    if thread.is_alive():
+        print("forebay: out of memory; the planner looks for what fits", file=sys.stderr, flush=True)
+        thread.join(_PLANNING)
+    late = f"the planner has no advice after {_PLANNING:.0f} s; forebay plan --auto may find some"
+    return found[0] if found else late
 
 
 def _advice_of_first(mesh: Mesh, advise: Callable[[], str]) -> str:
@@ -246,7 +271,7 @@ def _advice_of_first(mesh: Mesh, advise: Callable[[], str]) -> str:
     with suppress(RuntimeError):  # DistError too: a plan that takes too long, or the process with the store is gone
         if mesh.store.add(asked, 1) == 1:
             mesh.store.set(answer, advise())
-        mesh.store.wait([answer], timedelta(seconds=_PLANNING))
+        mesh.store.wait([answer], timedelta(seconds=_SILENT + _PLANNING + _ANSWER))
         return str(mesh.store.get(answer).decode())
     return ""
 

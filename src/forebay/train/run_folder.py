@@ -9,8 +9,9 @@ pipeline rank ran in one step. They describe the first process of each stage, wh
 """
 
 import json
+import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, count, takewhile
 from pathlib import Path
 from typing import Any, TypeVar
@@ -60,7 +61,8 @@ def claim_start(config: Config, resume: str | None, lock: FolderLock, remote: Re
     Args:
         config: a new run takes the first free and unlocked one of `log.folder` = NAME, NAME-2, NAME-3, ...
         resume: None starts a new run. "auto" resumes the newest of those that have a checkpoint. If there is none it starts, in
-            the folder of the last run if that has this configuration and did not come to its end. Else see `where_to_resume`.
+            the folder of the last run if that has this configuration and did not come to its end. Else see `where_to_resume`; a
+            checkpoint that lies in no run's folder begins a new run.
         remote: with "" and "auto", its newest checkpoint is downloaded if there is none here that was written later.
 
     Raises:
@@ -74,7 +76,9 @@ def claim_start(config: Config, resume: str | None, lock: FolderLock, remote: Re
             "go on with it by --resume auto, or set checkpoint.remote to another folder"
         )
     start = _found(config, resume, remote is not None)
-    if start is not None:
+    if start is not None and start.resumed is not None and start.resumed.parent != start.checkpoints:
+        start = replace(_claim_free(config, None, lock), resumed=start.resumed)  # a copy, outside of its run's folder
+    elif start is not None:
         _lock_to_resume(start, lock)
     else:
         start = _claim_free(config, resume, lock)
@@ -135,7 +139,9 @@ def where_to_resume(config: Config, resume: str) -> Start:
         UsageError: there is nothing to resume.
     """
     if resume:
-        path = restore.find(Path(resume).expanduser())
+        path = Path(
+            os.path.abspath(restore.find(Path(resume).expanduser()))
+        )  # it may be given from within a run's folder
         return Start(path.parent.parent, path)
     found = _resumable(config)
     if found is None:

@@ -188,11 +188,14 @@ class Trainer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        # After an error of this process alone, nothing may wait for the others, which wait for it: no barrier, and no device,
+        # whose streams wait for what they send. What the trainer owns ends with the process.
+        if error is None or self.mesh.size == 1:
+            self.close()
 
     def close(self) -> None:
-        """Take the manager off the model, which stays built, sharded and trained."""
+        """Take the manager off the model, which stays built, sharded and trained. Collective; the host waits for the device."""
         if self.engine is not None:
             self.engine.close()
             vars(self.optimizer).pop("split_weight", None)  # it would keep the engine

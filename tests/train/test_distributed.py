@@ -4,9 +4,11 @@ import os
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
@@ -14,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from forebay.cli import main
+from forebay.cli import main, program
 from forebay.communicators import DEFAULT, options
 from forebay.config import Config, check_world, from_mapping
 from forebay.errors import RunError, UsageError, exit_code_of
@@ -214,6 +216,54 @@ def test_as_a_person_starts_it(tmp_path: Path) -> None:
     assert late.stdout.count("step 00000001/00000002") == 1 and "on 2 x CPU" in late.stdout
 
 
+def test_a_failed_process_does_not_wait_for_what_never_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Destroying the groups of a rank that was out of memory waited for the other one, which waited for it (two H200s)."""
+    aborted, never = threading.Event(), threading.Event()
+    mesh = Mesh(World(0, 1, 0), torch.device("cuda"), with_keys().parallel, timedelta(seconds=1), owns=True, store=None)
+    group = SimpleNamespace(abort=aborted.set)
+    monkeypatch.setattr(
+        distributed,
+        "dist",
+        SimpleNamespace(
+            is_initialized=lambda: True, group=SimpleNamespace(WORLD=group), destroy_process_group=never.wait
+        ),
+    )
+    monkeypatch.setattr(distributed, "_ABORTING", 0.1)
+    try:
+        with pytest.raises(torch.OutOfMemoryError, match="its own"), mesh:
+            raise torch.OutOfMemoryError("its own")
+        assert aborted.is_set()
+    finally:
+        never.set()
+
+
+@pytest.mark.gpu
+@pytest.mark.multi
+def test_a_pipeline_rank_that_is_out_of_memory_says_so(tmp_path: Path) -> None:
+    """In the middle of a run, while the other one's stream waits for its messages."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs 2 GPUs")
+    settings = common.config(
+        common.write_text(tmp_path, 2000),
+        {**MODEL, "num_hidden_layers": 4},
+        train={"steps": 5, "batch": 8, "microbatch": 2},
+        checkpoint={"last": False},
+        parallel={"pp": 2},
+        memory={"graph": False},
+        device={"type": "cuda", "threads": 0},
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", __file__]
+    done = subprocess.run(
+        [*command, str(config_file(tmp_path, settings))],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(("src", "."))},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 1 and "forebay: CUDA out of memory, in a test" in done.stderr, done.stderr
+
+
 def test_others_that_never_come(tiny: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"MASTER_ADDR": "localhost", "MASTER_PORT": "0", "RANK": "0", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
@@ -245,3 +295,16 @@ def test_no_place_to_meet(
             Mesh.open(tiny(parallel={"timeout": 1}), World(0, 2, 0))
     assert exit_code_of(caught.value) == 2
     assert not dist.is_initialized()
+
+
+if __name__ == "__main__":
+    from forebay.train.trainer import Trainer
+
+    def fails(self: Any, number: int, step: Any = Trainer.gradients) -> Any:
+        if number == 3 and self.mesh.pp_rank == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory, in a test")
+        return step(self, number)
+
+    Trainer.gradients = fails  # type: ignore[method-assign]
+    sys.argv[1:] = train_command(Path(sys.argv[1]))
+    program()

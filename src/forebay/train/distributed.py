@@ -27,7 +27,8 @@ from forebay.train.world import ALONE, World
 T = TypeVar("T")
 _ALL_FAILED = "forebay/all-failed"
 _ASKING = 2.0  # seconds
-_ABORTING = 10.0  # seconds that communication may take to end
+# Seconds that communication may take to end after an error: less than others leave a process to report it (heartbeat.py).
+_ABORTING = 2.0
 
 
 def rank_and_size() -> tuple[int, int]:
@@ -274,22 +275,25 @@ class Mesh:
         if not self._owns or not dist.is_initialized():
             return
         self._owns = False
-        if failed and self.device.type == "cuda":
-            group: Any = dist.group.WORLD
-            abort = threading.Thread(
-                target=group.abort, daemon=True
-            )  # or destroying would wait for work that never ends
-            abort.start()
-            abort.join(_ABORTING)
-            if abort.is_alive():  # it waits for a stream that waits for another process: both end with this one
-                return
-        dist.destroy_process_group()
+        if not failed or self.device.type != "cuda":
+            return dist.destroy_process_group()
+        # Destroying a group waits for a stream that may wait for another process, which waits for this one: the error has to be
+        # reported before the others end this process. What is left ends with it.
+        ending = threading.Thread(target=_abort_all, daemon=True)
+        ending.start()
+        ending.join(_ABORTING)
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self.close(failed=error is not None)
+
+
+def _abort_all() -> None:
+    group: Any = dist.group.WORLD
+    group.abort()  # or destroying would wait for work that never ends
+    dist.destroy_process_group()
 
 
 def pick_device(section: DeviceSection, local_rank: int = 0) -> torch.device:

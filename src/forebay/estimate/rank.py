@@ -41,6 +41,9 @@ from forebay.pipeline.partition import StageLayer, held_by
 from forebay.pipeline.schedule import Action, local_plan
 from forebay.policy import format_bytes, parse_bytes
 
+_BUSY = 0.9
+"""Share of a link's rates that copies of a CUDA graph reach if they never rest: 55 GB/s to the host for 8 ms, then 50, and 51 back
+(benchmarks/results/busy_link.json). Called steps on the same machine: 55 (benchmarks/results/planner_measured.jsonl)."""
 _LEAST, _LEAST_PIPELINE = 1 << 20, 16 << 20  # bytes below which the manager does not offload a tensor
 
 
@@ -247,9 +250,11 @@ class RunEstimator:
     def _link(self) -> Link:
         """The link with which the walk's manager plans. On a CPU a copy takes no time."""
         m, gpu = self.machine, self.sharing.gpu
+        everything = self.config.memory.offload == "all"
+        share = _BUSY if everything and self.captured and not m.end_rates else 1.0
         ends = m.end_rates or (None, None)
-        rates = (m.out_rate, m.back_rate, *ends, m.copy_rate) if gpu else (inf, inf)
-        return Link(rates, self._seconds, self.config.memory.offload == "all")
+        rates = (share * m.out_rate, share * m.back_rate, *ends, m.copy_rate) if gpu else (inf, inf)
+        return Link(rates, self._seconds, everything)
 
     def _seconds(self, part: Part) -> list[tuple[float, float]]:
         """Seconds of the forward and of the backward of each of a part's calls, on the slower of device and host."""

@@ -17,11 +17,6 @@ from forebay.pipeline.schedule import Action
 _HELD = MappingProxyType({"F": 1, "B": -1, "I": -1})
 
 
-_BUSY = 0.9
-"""Share of its rate that a link reaches which copies all the time. The first 0.4 GiB reach the host at 55 GB/s, the rest at 50,
-and come back at 51 (benchmarks/results/busy_link.json); the profile's rates are of copies of 256 MiB."""
-
-
 @dataclass(frozen=True)
 class Link:
     """The link to the host, and what may use it.
@@ -40,7 +35,7 @@ class Link:
     def plan(self, timeline: Timeline, paths: frozenset[str]) -> Plan:
         if is_interleaved(timeline):
             return plan_interleaved(timeline, paths, self.everything)
-        return offload_all(timeline.on_link(_BUSY), paths) if self.everything else fit_link(timeline, paths)
+        return offload_all(timeline, paths) if self.everything else fit_link(timeline, paths)
 
 
 @dataclass(frozen=True)

@@ -42,8 +42,8 @@ from forebay.pipeline.schedule import Action, local_plan
 from forebay.policy import format_bytes, parse_bytes
 
 _BUSY = 0.9
-"""Share of a link's rates that copies of a CUDA graph reach if they never rest: 55 GB/s to the host for 8 ms, then 50, and 51 back
-(benchmarks/results/busy_link.json). Called steps on the same machine: 55 (benchmarks/results/planner_measured.jsonl)."""
+"""Share of a link's rates that copies of a CUDA graph reach if they never rest: 55 GB/s to the host for 8 ms, then 50, and 51
+back (benchmarks/results/busy_link.json). Called steps on the same machine: 55 (benchmarks/results/planner_measured.jsonl)."""
 _LEAST, _LEAST_PIPELINE = 1 << 20, 16 << 20  # bytes below which the manager does not offload a tensor
 
 

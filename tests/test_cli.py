@@ -29,10 +29,11 @@ from forebay.estimate.plan import fit_run
 from forebay.models.catalog import PUBLISHED
 from forebay.train import restore
 from forebay.train.trainer import Trainer
+from forebay.train.world import tasks_apart
 from tests.conftest import Run
 from tests.helpers import toml_table
 from tests.ranks import start
-from tests.train.common import MODEL
+from tests.train.common import MODEL, word_tokenizer
 
 pytestmark = pytest.mark.usefixtures("shared_traces")
 CONFIG = """
@@ -99,6 +100,30 @@ def test_resume_and_export(run: Run, config: str, tmp_path: Path) -> None:
     assert code == 0 and "step-00000003" in out
     AutoModelForCausalLM.from_pretrained(tmp_path / "out", local_files_only=True)
     refused(run("export", tmp_path / "run", tmp_path / "out"), "is there already")
+
+
+def test_an_export_where_the_tokenizer_is_not(run: Run, config: str, tmp_path: Path) -> None:
+    """As on another machine than the run's."""
+    words = word_tokenizer(tmp_path / "words", "water")
+    assert run("train", config, f"--set=data.tokenizer={words}")[0] == 0
+    assert "without" not in run("export", tmp_path / "run", tmp_path / "whole")[1]
+    words.rename(tmp_path / "elsewhere")
+    code, out, error = run("export", tmp_path / "run", tmp_path / "out")
+    assert code == 0 and f"without the tokenizer: its folder {words} is not here" in " ".join(out.split()), error
+    assert {f.name for f in (tmp_path / "whole").iterdir()} > {f.name for f in (tmp_path / "out").iterdir()}
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out", local_files_only=True)
+
+
+@pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
+def test_tasks_that_do_not_know_of_each_other_say_so(
+    run: Run, config: str, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """`srun -n 4 forebay train` is four runs. One torchrun a node, which srun starts, is one."""
+    monkeypatch.setenv(name, "4")
+    code, _, error = run("train", config)
+    assert code == 0 and "one of 4 tasks, and each trains alone, as RANK is not set" in one_sentence(error)
+    torchrun = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    assert tasks_apart({name: "4"}) == 4 and not tasks_apart({name: "4", **torchrun}) and not tasks_apart({name: "1"})
 
 
 def test_profile(run: Run, config: str) -> None:

@@ -270,12 +270,19 @@ def _configured(options: argparse.Namespace) -> "Config":
 def _train(options: argparse.Namespace) -> None:
     config = _configured(options)  # before torch is imported: a wrong key answers at once
     from forebay.train.loop import train
-    from forebay.train.world import World, processes_of_node
+    from forebay.train.world import World, processes_of_node, tasks_apart
 
     _quiet_transformers()
     world = World.of_environment()
     if world.is_main:
         _warn_of_network(config, world.size, processes_of_node())
+    if tasks := tasks_apart():
+        print(
+            f"forebay: this is one of {tasks} tasks, and each trains alone, as RANK is not set: to train together, start "
+            f"torchrun once a node instead, as the file of forebay launch {options.config} --on slurm does",
+            file=sys.stderr,
+            flush=True,
+        )
     what_fits = partial(_what_fits, config, options.config)
     train(config, _console(), options.resume, _planned_partition(config), what_fits)
 
@@ -573,8 +580,9 @@ def _export(options: argparse.Namespace) -> None:
     from forebay.train.loop import export
 
     _quiet_transformers()
-    done = export(options.source.expanduser(), options.out.expanduser())
-    print(f"{done} is now {options.out}, a folder that transformers loads")
+    done, tokenizer = export(options.source.expanduser(), options.out.expanduser())
+    lacks = f", without the tokenizer: its folder {tokenizer} is not here" if tokenizer else ""
+    print(f"{done} is now {options.out}, a folder that transformers loads{lacks}")
 
 
 def _quiet_transformers() -> None:

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import pickle
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from forebay.config import Model
 from forebay.errors import RunError, UsageError
 from forebay.train import checkpoint, hf_io, restore
 from forebay.train.checkpoint import Checkpoints, cause_of
+from forebay.train.remote import RemoteFolder
 from forebay.train.restore import PlainReader
 from forebay.train.tokenizer import load_tokenizer
 
@@ -77,6 +79,24 @@ def test_the_newest_stay(tmp_path: Path, keep: int, saved: tuple[int, ...], left
     assert [p.name for p in checkpoints.all()] == [f"step-{step:08d}" for step in left]
     assert {p.name for p in tmp_path.iterdir()} == {f"step-{step:08d}" for step in left}
     assert checkpoints.latest() == path and restore.load(path, make()[0])["number"] == len(saved) - 1
+
+
+def test_copies_of_checkpoints_are_not_the_runs(tmp_path: Path) -> None:
+    """A copy that is being made is not resumed, and one that is kept is not removed, here and in the remote folder."""
+    remote = RemoteFolder(str(tmp_path / "far"))
+    checkpoints = Checkpoints(tmp_path / "near", 2, remote=remote)
+    path = checkpoints.save(1, *make(), {})
+    for folder in (path.parent, tmp_path / "far"):
+        shutil.copytree(path, folder / "step-00000001-best")
+        (folder / "step-00000001.copying").mkdir()
+        shutil.copy(path / "manifest.json", folder / "step-00000001.copying")
+    assert restore.find(path.parent) == path and list(remote.names()) == [path.name]
+    for step in (2, 3):
+        checkpoints.save(step, *make(), {})
+    left = {"step-00000001-best", "step-00000001.copying", "step-00000002", "step-00000003"}
+    for folder in (path.parent, tmp_path / "far"):
+        assert {p.name for p in folder.iterdir()} == left
+    assert restore.find(path.with_name("step-00000001-best")).name == "step-00000001-best"
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ from forebay.errors import RunError, first_line
 from forebay.train.distributed import on_all, on_main, rank_and_size
 from forebay.train.durable import digest_of, make_folder, sync, sync_tree, write_synced
 from forebay.train.generators import host_states, torch_states
-from forebay.train.remote import MANIFEST, RemoteFolder
+from forebay.train.remote import MANIFEST, NAME, RemoteFolder
 from forebay.train.staging import HostCopies
 
 PREFIX, _PARTIAL = "step-", ".partial-"
@@ -328,6 +328,8 @@ class Checkpoints:
         """When each checkpoint was written, oldest first."""
         found: list[tuple[float, str]] = []
         for path in self.folder.glob(f"{PREFIX}*"):
+            if NAME.fullmatch(path.name.removesuffix(_BEFORE)) is None:
+                continue
             with contextlib.suppress(OSError):  # no manifest, or a thread removes the checkpoint now
                 found.append((_written(path) or (path / MANIFEST).stat().st_mtime, path.name))
         return {name: when for when, name in sorted(found)}

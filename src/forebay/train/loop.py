@@ -56,7 +56,6 @@ from forebay.train.pipeline_profile import PipelineProfile, profile_ranks
 from forebay.train.remote import RemoteFolder, open_checked
 from forebay.train.run_folder import PROFILE, RESULT, RUN, Start, claim_start, unwritable, write_result
 from forebay.train.stop import StopRequest, TimeLimit
-from forebay.train.tokenizer import load_tokenizer
 from forebay.train.trainer import Trainer
 
 # Settings that the order of the data depends on: a resumed run with another value would skip or repeat text.
@@ -133,11 +132,11 @@ def profile(config: Config, partition: Callable[[], Partition] | None = None) ->
         return profile_ranks(trainer)
 
 
-def export(run: Path, out: Path) -> Path:
+def export(run: Path, out: Path) -> tuple[Path, str]:
     """Write the model of a run's newest checkpoint, or of the given one, as a folder that transformers loads.
 
     Returns:
-        The checkpoint that was exported.
+        The checkpoint that was exported; and the folder of its run's tokenizer if that is not here, and so not in `out`, else "".
 
     Raises:
         UsageError: there is no checkpoint, or `out` exists and is not empty.
@@ -148,8 +147,11 @@ def export(run: Path, out: Path) -> Path:
     model = hf_io.from_folder_config(path / "model", getattr(torch, config.model.dtype))
     restore.load(path, model)
     source = Path(config.model.path).expanduser() if config.model.path else None
-    hf_io.save(model, out, load_tokenizer(config.data.tokenizer).folder, source)
-    return path
+    named = config.data.tokenizer
+    tokenizer = None if named == "bytes" else Path(named).expanduser()
+    missing = tokenizer is not None and not tokenizer.is_dir()
+    hf_io.save(model, out, None if missing else tokenizer, source)
+    return path, named if missing else ""
 
 
 def _join(config: Config, world: World) -> Mesh:

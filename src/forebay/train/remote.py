@@ -6,6 +6,7 @@ credentials of its own. Nothing is kept but the connection.
 """
 
 import json
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -19,6 +20,8 @@ from forebay.train.distributed import on_all, rank_and_size
 
 T = TypeVar("T")
 MANIFEST = "manifest.json"
+NAME = re.compile(r"step-\d{8,}")
+"""Names of a run's checkpoints. Copies that somebody made have others: whole or not, they are not the run's to remove."""
 
 
 class RemoteFolder:
@@ -117,7 +120,7 @@ class RemoteFolder:
             return {}
         written: dict[str, float] = {}
         for name in folders:
-            if name.startswith("step-"):
+            if NAME.fullmatch(name):
                 with suppress(FileNotFoundError, ValueError, KeyError, TypeError):  # not whole
                     written[name] = float(json.loads(self._read(name, MANIFEST))["written"])
         return written

@@ -53,5 +53,14 @@ def processes_of_node(environment: Mapping[str, str] | None = None) -> int:
     return int(given) if given.isdecimal() else 0
 
 
+def tasks_apart(environment: Mapping[str, str] | None = None) -> int:
+    """Tasks that srun or mpirun started together, and of which each is `ALONE`, as torchrun has not numbered them; 0 if this is
+    the only one, or one of torchrun's processes."""
+    given = os.environ if environment is None else environment
+    counts = (given.get(name, "") for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"))
+    tasks = max(int(count) if count.isdecimal() else 0 for count in counts)
+    return tasks if tasks > 1 and World.of_environment(given) is ALONE else 0
+
+
 ALONE = World()
 """A single process."""

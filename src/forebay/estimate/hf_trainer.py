@@ -130,7 +130,7 @@ def _file(name: str) -> dict[str, Any]:
     path = Path(name).expanduser()
     if not path.is_file():
         raise UsageError(
-            f"--hf {name!r} is neither NAME=VALUE nor a JSON or YAML file; write, such as, gradient_checkpointing=true"
+            f"--hf {name!r} is neither NAME=VALUE nor a JSON or YAML file; write NAME=VALUE, such as gradient_checkpointing=true"
         )
     try:
         read = _parsed(path.read_text(encoding="utf-8"), name, is_json=path.suffix == ".json")

@@ -121,7 +121,7 @@ def read_arguments(given: Iterable[str]) -> TrainerArguments:
         hint = nearest(unknown[0], sorted(counted), "name")
         raise UsageError(
             f"--hf {unknown[0]!r} is no argument of transformers' Trainer; {hint}names that are counted are "
-            f"{', '.join(sorted(counted))}, fsdp_config"
+            f"{', '.join(sorted(counted))}, fsdp_config, accelerator_config"
         )
     return build_section(TrainerArguments, "hf", {n: v for n, v in found.items() if n in counted and v is not None})  # type: ignore[no-any-return]
 

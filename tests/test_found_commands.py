@@ -80,3 +80,24 @@ def test_a_skew_beyond_all_numbers_is_that_of_all_rows(run: Run) -> None:
         for skew in (2, 1e308)
     ]
     assert found[0] == found[1] and found[0][0] == 0
+
+
+def test_what_only_plan_takes_is_named_elsewhere_by_its_key(run: Run, tmp_path: Path) -> None:
+    for source in ("qwen3-30b-a3b", model(tmp_path)):
+        refused(run("train", source), "a model is named in a TOML file, by model.family or model.path")
+
+
+def test_placements_that_run_does_not_take_are_not_said_to_be_valid(run: Run) -> None:
+    refused(
+        run("run", "--policy=offlod", "--", "true"), "valid are keep, recompute, offload, recompute+offload, auto and"
+    )
+    refused(
+        run("run", "--policy=stash", "--", "true"), "valid are keep, recompute, offload, recompute+offload and auto"
+    )
+
+
+def test_a_profile_is_printed_once(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in {"RANK": 1, "WORLD_SIZE": 2, "LOCAL_RANK": 1}.items():
+        monkeypatch.setenv(name, str(value))
+    code, out, error = run("profile", "quickstart", "--set=train.sequence=16")
+    assert (code, out) == (0, ""), error

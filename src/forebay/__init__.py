@@ -31,3 +31,6 @@ if not TYPE_CHECKING:  # or a type checker would take every name for one of ours
         if name not in modules:
             raise AttributeError(f"module 'forebay' has no attribute {name!r}")
         return getattr(import_module(modules[name]), name)
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})

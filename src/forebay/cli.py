@@ -221,8 +221,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--nodes", type=int, default=1, metavar="N", help="machines; default: 1")
     each = "GPUs of a machine, one process each; with device.type = 'cpu', processes; default: 8"
     add("--gpus-per-node", type=int, default=8, metavar="N", help=each)
-    add("--time-limit", default="", metavar="TIME", help="time that the job may take, such as 3h50m")
-    add("--image", default="", metavar="IMAGE", help="container image that has Forebay")
+    add(
+        "--time-limit",
+        default="",
+        metavar="TIME",
+        help="time that the job may take, such as 3h50m; slurm and kubernetes",
+    )
+    add("--image", default="", metavar="IMAGE", help="container image that has Forebay; not for ray")
     add("--out", metavar="FILE", type=Path, help="the file; default: standard output")
     add("--force", action="store_true", help="overwrite FILE")
     add("--submit", action="store_true", help="also submit FILE, with the engine's own program")
@@ -487,16 +492,18 @@ def _device(name: str) -> "DeviceProfile":
 
 def _profile(options: argparse.Namespace) -> None:
     config = _configured(options)
+    from forebay.train.world import World
+
     _quiet_transformers()
     if config.parallel.pp == 1:
         from forebay.train.trainer import Trainer
 
         with Trainer(config) as trainer:
             found = trainer.memory.profile(trainer.forward)
-        print(found.to_json() if options.json else found.table())
+        if World.of_environment().is_main:
+            print(found.to_json() if options.json else found.table())
         return
     from forebay.train.loop import profile
-    from forebay.train.world import World
 
     ranks = profile(config, _planned_partition(config))
     if World.of_environment().is_main and options.json:

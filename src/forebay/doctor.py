@@ -145,15 +145,21 @@ def _packages() -> list[Finding]:
         _package("peft", "adapters, such as LoRA"),
         _package("trl", "SFTTrainer, DPOTrainer and GRPOTrainer"),
         _package("accelerate", "transformers' Trainer"),
+        _package("lightning", "forebay.integrations.lightning"),
+        _package("quack", "faster experts in bf16 on an H100 or H200", "quack-kernels"),
+        _package("deep_ep", "parallel.dispatch = 'deepep'"),
         _package("pyarrow", "data.source = 'parquet'"),
         _package("datasets", "data.source = 'hf'"),
         _package("tensorboard", "log.tensorboard"),
         _package("wandb", "log.wandb"),
+        _package("s3fs", "checkpoint.remote = 's3://...'"),
     ]
 
 
-def _package(name: str, enables: str) -> Finding:
-    if importlib.util.find_spec(name) is None:
+def _package(module: str, enables: str, name: str = "") -> Finding:
+    """Whether a module is there, and the version of the package `name` (default: the module's name) that has it."""
+    name = name or module
+    if importlib.util.find_spec(module) is None:
         return Finding(name, False, "not installed", enables)
     return Finding(name, True, rated(name, metadata.version(name)), enables)
 

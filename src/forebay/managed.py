@@ -9,6 +9,7 @@ model do not include it.
 """
 
 import inspect
+import reprlib
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -230,8 +231,8 @@ def manage(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
-            f"forebay.manage takes a torch.nn.Module, got {model!r} ({type(model).__name__}); load the model first, such as with "
-            "transformers.AutoModelForCausalLM.from_pretrained(...)"
+            f"forebay.manage takes a torch.nn.Module, got {reprlib.repr(model)} ({type(model).__name__}); load the model first, "
+            "such as with transformers.AutoModelForCausalLM.from_pretrained(...)"
         )
     check_options(
         policy,
@@ -317,7 +318,9 @@ def check_options(
     if recompute not in RECOMPUTE_MODES:
         raise PolicyError(f"recompute={recompute!r} is unknown; valid are {', '.join(RECOMPUTE_MODES)}")
     if dispatcher is not None and not isinstance(dispatcher, TokenDispatcher):
-        raise PolicyError(f"dispatcher={dispatcher!r} is not a token dispatcher; make one with forebay.moe.dispatch")
+        raise PolicyError(
+            f"dispatcher={dispatcher!r} is not a token dispatcher; make one with forebay.moe.backends.make_dispatcher"
+        )
     if dispatcher is not None and experts is None:
         raise PolicyError("expert parallelism (dispatcher=...) needs experts='forebay'")
     if dispatcher is not None and dispatcher.size > 1 and policy == "auto" and recompute != "light":

@@ -125,8 +125,8 @@ def refuse_stash(owner: str, policy: str | Mapping[str, str]) -> None:
     """Raise PolicyError for a policy with "stash", which needs a token dispatcher that `owner` does not take."""
     if policy == "stash" or (not isinstance(policy, str) and "stash" in policy.values()):
         raise PolicyError(
-            f"{owner} has no 'stash', which needs expert parallelism: valid are keep, recompute, offload and auto; "
-            "or use forebay train, or forebay.manage with a dispatcher"
+            f"{owner} has no 'stash', which needs expert parallelism: valid are keep, recompute, offload, recompute+offload and "
+            "auto; or use forebay train, or forebay.manage with a dispatcher"
         )
 
 

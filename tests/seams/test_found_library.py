@@ -13,6 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import forebay
 import forebay.integrations
+from forebay.moe.backends import make_dispatcher
+from forebay.moe.dispatch import combine, dispatch
 from tests.seams.wrapping import THEIRS, batch, gradients, loss_of, tiny
 
 
@@ -102,3 +104,40 @@ def test_a_forward_within_a_backward_runs_unmanaged_and_says_where() -> None:
         UserWarning, match=r"runs inside a backward \(activation checkpointing .*it runs unmanaged there"
     ):
         loss_of(model, batch(0)).backward()
+
+
+def test_public_names_are_listed_before_they_are_used() -> None:
+    """By `help(forebay)` and an interpreter's completion."""
+    program = "import forebay, sys; assert {*forebay.__all__} <= {*dir(forebay)} and 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "says"),
+    [
+        ({"precision": "int8"}, ValueError, "precision must be 'exact' or 'fp8', got 'int8'"),
+        ({"max_rows": -1}, ValueError, "max_rows must be at least 0"),
+        ({"down": torch.ones(4, 8, 3, dtype=torch.int64)}, TypeError, "expert weights .* share a dtype"),
+        ({name: torch.ones(4, *n, dtype=torch.int64) for name, n in (("gate_up", (6, 8)), ("down", (8, 3)))},
+         TypeError, "expert weights must be floating point, got torch.int64"),
+    ],
+)  # fmt: skip
+def test_experts_refuse(options: dict[str, Any], error: type[Exception], says: str) -> None:
+    stacks = {"gate_up": torch.ones(4, 6, 8), "down": torch.ones(4, 8, 3)}
+    routed = torch.ones(5, 8), torch.zeros(5, 2, dtype=torch.int64), torch.ones(5, 2)
+    with pytest.raises(error, match=says):
+        forebay.experts(*routed, **{**stacks, **options})
+
+
+def test_combine_of_one_rank_refuses_rows_of_another_dispatch() -> None:
+    dispatcher = make_dispatcher("auto", None, 4, tokens=5, hidden=8, slots_per_token=2, dtype=torch.float32)
+    sent = dispatch(torch.ones(5, 8), torch.zeros(5, 2, dtype=torch.int64), torch.ones(5, 2), dispatcher)
+    assert torch.equal(combine(sent.rows, sent.handle), sent.rows)
+    with pytest.raises(ValueError, match=r"the 5 dispatched ones, got 3"):
+        combine(sent.rows[:3], sent.handle)
+
+
+def test_manage_of_something_else_is_named_in_a_line() -> None:
+    with pytest.raises(TypeError) as refused:
+        forebay.manage(tiny().config)  # type: ignore[arg-type]
+    assert len(str(refused.value)) < 300 and "(Qwen3MoeConfig)" in str(refused.value)

@@ -30,6 +30,13 @@ def test_a_missing_or_broken_tokenizer(tmp_path: Path, text: str | None) -> None
         load_tokenizer(str(tmp_path))
 
 
+def test_a_model_without_its_tokenizer(tmp_path: Path) -> None:
+    """transformers makes a tokenizer without words, and every text would be empty."""
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3_moe"}')
+    with pytest.raises(UsageError, match="holds no tokenizer: its vocabulary has no words"):
+        load_tokenizer(str(tmp_path))
+
+
 def test_ids_with_a_gap(tmp_path: Path) -> None:
     folder = word_tokenizer(tmp_path, "big", "cat")
     described = json.loads((folder / "tokenizer.json").read_text())

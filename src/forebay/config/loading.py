@@ -43,9 +43,10 @@ def load(source: str, overrides: Iterable[str] = ()) -> Config:
     else:
         named = presets()
         if source not in named:
+            model = "" if path.suffix == ".toml" else "; a model is named in a TOML file, by model.family or model.path"
             raise UsageError(
                 f"{source!r} is neither a file nor a preset; "
-                f"{nearest(source, named, 'preset')}valid presets are {', '.join(named)}"
+                f"{nearest(source, named, 'preset')}valid presets are {', '.join(named)}{model}"
             )
         text = named[source]
     try:

@@ -121,7 +121,7 @@ def read_arguments(given: Iterable[str]) -> TrainerArguments:
         hint = nearest(unknown[0], sorted(counted), "name")
         raise UsageError(
             f"--hf {unknown[0]!r} is no argument of transformers' Trainer; {hint}names that are counted are "
-            f"{', '.join(sorted(counted))}, fsdp_config"
+            f"{', '.join(sorted(counted))}, fsdp_config, accelerator_config"
         )
     return build_section(TrainerArguments, "hf", {n: v for n, v in found.items() if n in counted and v is not None})  # type: ignore[no-any-return]
 
@@ -130,7 +130,7 @@ def _file(name: str) -> dict[str, Any]:
     path = Path(name).expanduser()
     if not path.is_file():
         raise UsageError(
-            f"--hf {name!r} is neither NAME=VALUE nor a JSON or YAML file; write, such as, gradient_checkpointing=true"
+            f"--hf {name!r} is neither NAME=VALUE nor a JSON or YAML file; write NAME=VALUE, such as gradient_checkpointing=true"
         )
     try:
         read = _parsed(path.read_text(encoding="utf-8"), name, is_json=path.suffix == ".json")

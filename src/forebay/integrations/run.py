@@ -63,7 +63,8 @@ def parse_policy(given: Sequence[str]) -> str | dict[str, str]:
         raise PolicyError(f"--policy {names[0]} is for all regions; give it alone, or PATTERN=PLACEMENT each time")
     if names[0] not in (*MANAGED_PLACEMENTS, "auto"):
         raise PolicyError(
-            f"--policy {names[0]!r} is unknown; valid are {', '.join(MANAGED_PLACEMENTS)}, auto and PATTERN=PLACEMENT"
+            f"--policy {names[0]!r} is unknown; valid are {', '.join(p for p in MANAGED_PLACEMENTS if p != 'stash')}, auto and "
+            "PATTERN=PLACEMENT"
         )
     refuse_stash("forebay run", names[0])
     return names[0]

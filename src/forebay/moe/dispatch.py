@@ -354,8 +354,15 @@ def combine(rows: Tensor, handle: DispatchHandle, init: Tensor | None = None) ->
     Args:
         rows: [R, H], one for each dispatched row.
         init: [T, H], such as the residual; added first, in the same pass.
+
+    Raises:
+        ValueError: with one rank, another number of rows than were dispatched.
     """
     if handle.dispatcher.size == 1:
+        if rows.shape[0] != handle.n_tokens:
+            raise ValueError(
+                f"combine takes a row for each of the {handle.n_tokens} dispatched ones, got {rows.shape[0]}"
+            )
         return rows if init is None else init + rows
     return combine_op(rows, init, handle.tensors, handle.n_tokens, handle.dispatcher)
 

@@ -118,9 +118,9 @@ def experts(
             fit, the compiled backward returns gate_up's gradient together with down's.
 
     Raises:
-        ValueError: shapes that do not fit, several devices, an unknown activation, or updates of experts with
-            pages or deferred gradients.
-        TypeError: weights of several dtypes, or factors that are not floating point.
+        ValueError: shapes that do not fit, several devices, an unknown activation or precision, a negative `max_rows`, or
+            updates of experts with pages or deferred gradients.
+        TypeError: weights of several dtypes, or weights or factors that are not floating point.
         RuntimeError: called under a transform of torch.func.
     """
     _refuse_transforms()
@@ -129,6 +129,10 @@ def experts(
     _check_update("gate_up_update", gate_up_update, gate_up.shape[0], x.shape[1], 2 * inner)
     _check_update("down_update", down_update, gate_up.shape[0], inner, x.shape[1])
     Glu(activation, interleaved, alpha, limit)
+    if precision not in ("exact", "fp8"):
+        raise ValueError(f"precision must be 'exact' or 'fp8', got {precision!r}")
+    if isinstance(max_rows, int) and max_rows < 0:  # not of a SymInt: the comparison would be a guard
+        raise ValueError(f"max_rows must be at least 0, or None for T*K, got {max_rows}")
     defers = deferred is not None and (gate_up.requires_grad or down.requires_grad)
     _refuse_with_updates(gate_up_update or down_update, pages is not None or defers)
     a1, b1, s1 = gate_up_update or (None, None, 1.0)
@@ -221,6 +225,8 @@ def _check(
     dtypes = {t.dtype for t in stacks}
     if len(dtypes) > 1:
         raise TypeError(f"expert weights and biases must share a dtype, got {dtypes}")
+    if not gate_up.is_floating_point():
+        raise TypeError(f"expert weights must be floating point, got {gate_up.dtype}")
     devices = {t.device for t in (x, ids, weights, *stacks)}
     if len(devices) > 1:
         raise ValueError(f"tokens, ids and expert weights must be on one device, got {sorted(map(str, devices))}")

@@ -303,7 +303,8 @@ class _ShardFolder:
                         self._write()
         except OSError as error:
             raise RunError(
-                f"the tokens cannot be written into {self.folder}: {first_line(error)}; set data.cache to another folder"
+                f"the tokens cannot be written into {self.folder}: {first_line(error)}; set data.cache, or OUT of forebay data, "
+                "to another folder"
             ) from error
         if _index(self.folder).get("key") != self.key:
             raise _of_other_texts(self.folder)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from forebay.errors import RunError, UsageError, first_line
+from forebay.errors import RunError, UsageError
 from forebay.train.durable import digest_of
 
 BYTES_END = 256  # end of document, the only special token of the "bytes" tokenizer
@@ -49,8 +49,14 @@ def load_tokenizer(name: str) -> Tokenizer:
         tokenizer: Any = AutoTokenizer.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
     except Exception as error:  # of any kind: transformers and tokenizers do not check what they read
         raise UsageError(
-            f"data.tokenizer folder {folder} holds no tokenizer that transformers can load: {first_line(error)}"
+            f"data.tokenizer folder {folder} holds no tokenizer that transformers can load: {error}"
         ) from error
+    # transformers makes an empty tokenizer of a folder that has a model's configuration alone.
+    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
+        raise UsageError(
+            f"data.tokenizer folder {folder} holds no tokenizer: its vocabulary has no words; it needs the files that "
+            "save_pretrained of the tokenizer writes, such as tokenizer.json"
+        )
 
     def encode(raw: bytes) -> np.ndarray:
         ids = tokenizer(raw.decode("utf-8"), add_special_tokens=False, verbose=False)["input_ids"]

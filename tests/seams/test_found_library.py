@@ -42,6 +42,28 @@ def test_a_backward_that_fails_ends_its_step(fails: int) -> None:
         assert mem.plan is not None, "no step was measured"
 
 
+def test_a_plan_holds_for_the_longest_batch_that_was_seen() -> None:
+    """The first plan keeps all: no hook sees how much a long batch saves. (No storage is saved by two regions, whose hooks would:
+    rotary tables are small.) The next batch that is measured is a short one again."""
+    model, budget, short, long = tiny(), 100 << 10, batch(0), batch(0).repeat(1, 3)
+
+    def step(ids: Tensor) -> None:
+        loss_of(model, ids).backward()
+
+    with forebay.manage(model, "auto", budget=budget, min_bytes=400) as mem:
+        step(short)
+        step(short)
+        first = mem.plan
+        assert first is not None and not first.planned_bytes and budget / 3 < first.peak_bytes < budget
+        for ids in (long, short, short):
+            step(ids)
+        plan = mem.plan
+        assert plan is not None and plan is not first and plan.peak_bytes <= budget / 3
+        for ids in (long, short, long, short):
+            step(ids)
+        assert mem.plan is plan
+
+
 def _run_out_of_memory(_: Tensor) -> None:
     raise torch.OutOfMemoryError("CUDA out of memory.")
 

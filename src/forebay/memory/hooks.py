@@ -126,6 +126,7 @@ class Manager:
         self._reached: set[int] = set()  # forwards of the step that it goes through
         self._base: int | None = None  # bytes allocated before the step that is about to begin
         self._saved_by: dict[Key, int] = {}  # bytes, in the last measured step
+        self._trained = 0  # weights at most, so far
         self._shared: set[Key] = set()  # calls with a storage that another call of the same step saves too
         # Held to end and begin a step: threads may run forwards of one model at once, and all find that a step is over.
         self._between_steps = threading.RLock()
@@ -233,7 +234,17 @@ class Manager:
         if device != self._device and device.type != "meta":
             self._move_to(device)
         if torch.is_grad_enabled():
+            self._count_trained(model)
             self.step_begins(gathered_bytes(model))
+
+    def _count_trained(self, model: torch.nn.Module) -> None:
+        """A plan for fewer trained weights is outgrown: calls save more, and those of frozen layers were no calls of a step."""
+        if self._budget is None:
+            return
+        trained = sum(weight.requires_grad for weight in model.parameters())
+        # Adapters may take turns: only more than ever counts.
+        self.tuner.outgrown = self.tuner.outgrown or (self.plan is not None and trained > self._trained)
+        self._trained = max(self._trained, trained)
 
     def step_begins(self, own: int = 0) -> None:
         """A step begins with the next region, if the last one is over: it is planned now, and what is allocated now is its base.

@@ -44,6 +44,43 @@ def test_a_backward_that_fails_ends_its_step(fails: int) -> None:
         assert mem.plan is not None, "no step was measured"
 
 
+def test_a_plan_holds_for_the_longest_batch_that_was_seen() -> None:
+    """The first plan keeps all: no hook sees how much a long batch saves. (No storage is saved by two regions, whose hooks would:
+    rotary tables are small.) The next batch that is measured is a short one again."""
+    model, budget, short, long = tiny(), 100 << 10, batch(0), batch(0).repeat(1, 3)
+
+    def step(ids: Tensor) -> None:
+        loss_of(model, ids).backward()
+
+    with forebay.manage(model, "auto", budget=budget, min_bytes=400) as mem:
+        step(short)
+        step(short)
+        first = mem.plan
+        assert first is not None and not first.planned_bytes and budget / 3 < first.peak_bytes < budget
+        for ids in (long, short, short):
+            step(ids)
+        plan = mem.plan
+        assert plan is not None and plan is not first and plan.peak_bytes <= budget / 3
+        for ids in (long, short, long, short):
+            step(ids)
+        assert mem.plan is plan
+
+
+def test_a_plan_for_frozen_layers_does_not_outlive_their_unfreezing() -> None:
+    """As in gradual unfreezing: a plan that keeps all of the last layer knows nothing of the others, which it would keep too."""
+    model, budget = tiny(), 60 << 10
+    model.requires_grad_(False)
+    model.model.layers[-1].requires_grad_(True)
+    with forebay.manage(model, "auto", budget=budget, min_bytes=400) as mem:
+        for number in range(5):
+            model.requires_grad_(True) if number == 3 else None
+            loss_of(model, batch(number)).backward()
+            assert (mem.plan is None) == (number in (0, 3)), "each of the two is measured at once"
+            if number == 2:
+                assert mem.plan is not None and not mem.plan.planned_bytes
+        assert mem.plan is not None and mem.plan.planned_bytes and mem.plan.peak_bytes <= budget
+
+
 def _run_out_of_memory(_: Tensor) -> None:
     raise torch.OutOfMemoryError("CUDA out of memory.")
 

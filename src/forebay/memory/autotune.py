@@ -48,6 +48,8 @@ _PLAN_MARGIN = 0.003
 _MAX_EXPECTED_RATIOS = 1.08, 1.3
 _BUDGET_STEP, _ROUNDS = 0.01, 4  # share of the budget to give up each time that no plan was within it
 _MAX_CHANGED_PLANS = 2  # plans at most that differ from the fastest by one region
+_SLACK = 1.01  # a batch's bytes over those that a plan allows for
+_MAX_ITEM_GROWTH = 1.5  # the same where microbatches alternate, whose rows vary between ranks
 _CORRECTIONS = 3  # steps whose times correct the plan, where several microbatches are under way
 # If more than this share of a CUDA graph step was spent waiting, by a plan made with a graph's times, the next plan counts on so
 # much less of the link. Rates while copying are known; other traffic, or how one late copy delays others, is not.
@@ -301,6 +303,7 @@ class PlanLookup:
         offload: call to the indices of the items it saves now that are offloaded.
         saves_offloaded: calls that save a storage again that an earlier call offloads.
         items: call to the bytes of the items it saves now, as measured.
+        inputs: call to the bytes of its inputs, as measured.
         release_at: event to the calls whose device memory is released there.
         unreached: calls that ran no backward in the measured step.
     """
@@ -309,6 +312,7 @@ class PlanLookup:
     offload: Mapping[Key, frozenset[int]] = field(default_factory=dict)
     saves_offloaded: frozenset[Key] = frozenset()
     items: Mapping[Key, tuple[int, ...]] = field(default_factory=dict)
+    inputs: Mapping[Key, int] = field(default_factory=dict)
     release_at: Mapping[EventName, list[Key]] = field(default_factory=dict)
     unreached: Mapping[Key, tuple[int, ...]] = field(default_factory=dict)
 
@@ -326,7 +330,8 @@ class PlanLookup:
         for key, event in plan.release_at.items():
             release_at.setdefault(event, []).append(key)
         again = frozenset(k for call in timeline.calls if call.key in plan.offload for k in call.shared_with)
-        return PlanLookup(frozenset(path for path, _ in plan.offload), offload, again, items, release_at, unreached)
+        regions, inputs = frozenset(path for path, _ in plan.offload), {c.key: c.input_bytes for c in timeline.calls}
+        return PlanLookup(regions, offload, again, items, inputs, release_at, unreached)
 
 
 class TuneState(enum.Enum):
@@ -365,7 +370,8 @@ class Autotuner:
         lookup: what `plan` means for a call.
         recorder: of the current step, or None.
         alternating: forwards and backwards of several microbatches alternate.
-        outgrown: set by the manager when a call saved more than was measured.
+        growth: how many times as long as the measured batch the longest one was. The plan leaves room for it.
+        outgrown: set by the manager when a call saved other tensors than were measured, or after `call_grew`.
         peaks: of the allocator, which recorders reset.
     """
 
@@ -386,6 +392,7 @@ class Autotuner:
         self.peaks = Peaks()
         self.state = TuneState.MEASURE
         self.recorder: Recorder | None = None
+        self._longest = 0.0  # the `_length` of the longest batch so far
         self._start_over()
 
     def _start_over(self) -> None:
@@ -393,6 +400,8 @@ class Autotuner:
         self.timeline: Timeline | None = None
         self.lookup = PlanLookup()
         self.alternating = self.outgrown = False
+        self.growth = 1.0
+        self._length = 0  # bytes of the inputs of the measured call with the most: how long the batch was
         self._trials: Trials | None = None
         self._measured = 0  # steps
         self._measured_base: int | None = None  # bytes allocated before the last measured step
@@ -457,6 +466,12 @@ class Autotuner:
             self.recorder = TrialRecorder(self._device, self.timeline, self.plan, max(known, default=None), self.peaks)
         elif self._store.lanes.time_captured or (self._corrects and self._corrections < _CORRECTIONS and not captured):
             self.recorder = TimingRecorder(self._device, self._store, self.peaks)
+
+    def call_grew(self, growth: float) -> None:
+        """A call had so many times the bytes of the measured one. The plan is outgrown if that is more than it allows for."""
+        if growth > (_MAX_ITEM_GROWTH if self.alternating else _SLACK) * self.growth:
+            self.outgrown = True
+            self._longest = max(self._longest, growth * self._length)
 
     def _go(self, to: TuneState) -> None:
         if (self.state, to) not in _TRANSITIONS:
@@ -542,11 +557,21 @@ class Autotuner:
         self._follow(plan, recorder.unreached)
 
     def _plan_auto(self, timeline: Timeline) -> Plan:
+        """The plan for the longest batch so far: if the measured one was shorter, for a budget that is as much smaller."""
         assert self._budget is not None
         paths, gpu = self._auto | self._offload_paths, self._device.type == "cuda"
-        plan = under_budget(timeline, paths, self._budget, self._auto, _FIRST_PLAN_MARGIN if gpu else 0.0)
+        self._length = max((call.input_bytes for call in timeline.calls), default=0)
+        self._longest = max(self._longest, self._length)
+        self.growth = self._longest / self._length if self._length else 1.0
+        budget, margin = int(self._budget / self.growth), _FIRST_PLAN_MARGIN if gpu else 0.0
+        try:
+            plan = under_budget(timeline, paths, budget, self._auto, margin)
+        except BudgetError:
+            plan = Solver(timeline, paths, self._auto).lowest()
+            if self.growth == 1.0 or plan.peak_bytes > self._budget:
+                raise
         if gpu:  # a CPU has no times, and no peaks
-            self._trials = Trials(timeline, paths, self._auto, self._budget, plan, not _several_processes())
+            self._trials = Trials(timeline, paths, self._auto, budget, plan, not _several_processes())
             torch.cuda.empty_cache()  # see `_end_tried_step`
         return plan
 

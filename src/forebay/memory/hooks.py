@@ -51,7 +51,6 @@ from forebay.policy import RECOMPUTE_AND_OFFLOAD, Claim, PolicyError
 
 _MIN_BYTES_CUDA = 1 << 20  # a 1 MiB copy reaches 40 of 55 GB/s (H200); below that launches cost more than they free
 _RECOMPUTED = ("recompute", RECOMPUTE_AND_OFFLOAD)
-_MAX_ITEM_GROWTH = 1.5  # a microbatch's storages over the measured ones, where rows vary between ranks
 _CHECKPOINT = "activation checkpointing of the caller's"
 _MAX_SHARING_DISTANCE = 2  # calls; a storage that is saved again within so many calls may still be offloaded
 
@@ -127,6 +126,7 @@ class Manager:
         self._reached: set[int] = set()  # forwards of the step that it goes through
         self._base: int | None = None  # bytes allocated before the step that is about to begin
         self._saved_by: dict[Key, int] = {}  # bytes, in the last measured step
+        self._trained = 0  # weights at most, so far
         self._shared: set[Key] = set()  # calls with a storage that another call of the same step saves too
         # Held to end and begin a step: threads may run forwards of one model at once, and all find that a step is over.
         self._between_steps = threading.RLock()
@@ -234,7 +234,17 @@ class Manager:
         if device != self._device and device.type != "meta":
             self._move_to(device)
         if torch.is_grad_enabled():
+            self._count_trained(model)
             self.step_begins(gathered_bytes(model))
+
+    def _count_trained(self, model: torch.nn.Module) -> None:
+        """A plan for fewer trained weights is outgrown: calls save more, and those of frozen layers were no calls of a step."""
+        if self._budget is None:
+            return
+        trained = sum(weight.requires_grad for weight in model.parameters())
+        # Adapters may take turns: only more than ever counts.
+        self.tuner.outgrown = self.tuner.outgrown or (self.plan is not None and trained > self._trained)
+        self._trained = max(self._trained, trained)
 
     def step_begins(self, own: int = 0) -> None:
         """A step begins with the next region, if the last one is over: it is planned now, and what is allocated now is its base.
@@ -364,6 +374,7 @@ class Manager:
             if recorder is not None and recorder.reads_inputs:
                 recorder.entered(call.key, self._input_bytes(args, kwargs))
             if self._saves_nothing_new(call, placement):
+                self._compare_inputs(call, args, kwargs)
                 out = forward(*args, **kwargs)
             else:
                 out = self._run_packed(region, call, forward, args, kwargs)
@@ -396,7 +407,8 @@ class Manager:
             out = forward(*args, **kwargs)
         self._transfers.send(call)
         self._step.saved_bytes += sum(call.items)
-        self.tuner.outgrown = self.tuner.outgrown or self._exceeds_plan(call)
+        if self.plan is not None:
+            self._compare_items(call, self._growth_of_inputs(call, args, kwargs))
         return out
 
     def _watch(self, call: RegionCall, out: Any) -> None:
@@ -563,15 +575,29 @@ class Manager:
         elif call.key != saved.key:
             recorder.share(saved.key, call.key)
 
-    def _exceeds_plan(self, call: RegionCall) -> bool:
-        """Whether the call saved more than was measured: a longer batch, for which the plan does not hold."""
-        if self.plan is None:
-            return False
+    def _growth_of_inputs(self, call: RegionCall, args: Any, kwargs: Any) -> float:
+        """How many times the measured bytes a call's inputs have: a longer batch. 1 if that does not matter or is not known."""
+        then = self.tuner.lookup.inputs.get(call.key)
+        return self._input_bytes(args, kwargs) / then if self._budget is not None and then else 1.0
+
+    def _compare_inputs(self, call: RegionCall, args: Any, kwargs: Any) -> None:
+        """Tell the tuner of a longer batch under a plan that offloads nothing: its calls run without hooks, so only their inputs
+        tell. It holds as long as its peak stays within the budget."""
+        if self._budget is not None and self.plan is not None and not self.plan.offload:
+            growth = self._growth_of_inputs(call, args, kwargs)
+            if self.plan.peak_bytes * growth > self._budget:
+                self.tuner.call_grew(growth)
+
+    def _compare_items(self, call: RegionCall, growth: float) -> None:
+        """Tell the tuner how much more the call saved than was measured; `growth` is that of its inputs."""
         measured = self.tuner.lookup.items.get(call.key, ())
-        if len(call.items) > len(measured):
-            return True
-        slack = _MAX_ITEM_GROWTH if self.tuner.alternating else 1.01
-        return any(then and now > slack * then for now, then in zip(call.items, measured, strict=False))
+        if len(call.items) <= len(measured):
+            items = (now / then for now, then in zip(call.items, measured, strict=False) if then)
+            self.tuner.call_grew(max([growth, *items]))
+        elif growth > 1.0:  # a longer batch: fewer items are below the size floor
+            self.tuner.call_grew(growth)
+        else:
+            self.tuner.outgrown = True
 
     # --- the life of a step -------------------------------------------------------------------------------------------
 

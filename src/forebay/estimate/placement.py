@@ -58,6 +58,7 @@ class Option:
         freed: fewer than if it is kept.
         seconds: that the placement costs.
         moved: over the link, each way.
+        mlp: whether it is a layer's second sublayer.
     """
 
     path: str
@@ -67,6 +68,7 @@ class Option:
     freed: int = 0
     seconds: float = 0.0
     moved: int = 0
+    mlp: bool = False
 
 
 @dataclass(frozen=True)
@@ -122,7 +124,9 @@ def option(part: Part, placement: str, recompute: str, machine: Machine, carried
         case "stash":  # one more write in forward, and a read
             capacity, arrived = trace.stash
             held, seconds = saved - capacity + arrived, 2 * arrived / machine.copy_rate
-    return Option(part.path, placement, saved, held + part.balance + part.shared, saved - held, seconds, moved)
+    return Option(
+        part.path, placement, saved, held + part.balance + part.shared, saved - held, seconds, moved, part.mlp
+    )
 
 
 class ChoiceCosts:
@@ -233,7 +237,7 @@ class ChoiceCosts:
     def _uniform(self, placement: Mapping[bool, str]) -> Chosen:
         """The option of each sublayer with the placement that its being an MLP maps to; without one it is kept."""
         return tuple(
-            next((n for n, o in enumerate(options) if o.placement == placement[o.path.endswith("mlp")]), 0)
+            next((n for n, o in enumerate(options) if o.placement == placement[o.mlp]), 0)
             for options in self._sublayers
         )
 

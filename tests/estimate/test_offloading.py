@@ -41,7 +41,9 @@ EMBEDDING = Part("embedding", "embedding", PartEvents(
 
 
 def parts(size: int, kept: str = "") -> list[Part]:
-    return [Part(name, n, events(size), "keep" if name == kept else "offload") for n, name in enumerate(NAMES)]
+    return [
+        Part(name, n, events(size), "keep" if name == kept else "offload", mlp=True) for n, name in enumerate(NAMES)
+    ]
 
 
 def ten_seconds(part: Part) -> list[tuple[float, float]]:
@@ -108,9 +110,9 @@ def test_a_measured_step_of_an_engine_moves_one_call_at_a_time() -> None:
     manager = OffloadManager(allocator, 0, engine)
     sizes = {1: 3 * MIB, 2: 5 * MIB}
     whole = replace(events(3 * MIB), forward=((1, sizes[1]), (2, sizes[2]), (3, 16 * MIB)), saved=(0, 1, 2))
-    attention = Part("l.0.self_attn", 0, replace(whole, saved=(1,)), "offload")
-    experts = Part("l.0.mlp", 0, replace(whole, experts_h=2), "offload")
-    after = Part("l.1.self_attn", 1, replace(whole, saved=(1,)), "keep")
+    attention = Part("l.0.self_attn", 0, replace(whole, saved=(1,)), "offload", attention=True)
+    experts = Part("l.0.mlp", 0, replace(whole, experts_h=2), "offload", mlp=True)
+    after = Part("l.1.self_attn", 1, replace(whole, saved=(1,)), "keep", attention=True)
 
     def run(part: Part) -> PartRun:
         return PartRun(

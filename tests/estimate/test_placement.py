@@ -47,7 +47,7 @@ def traced(saved: int, inputs: int, forward: int, backward: int) -> PartTrace:
 
 PLAIN = traced(90, 11, 100, 200)
 MOE = replace(PLAIN, light=replace(PLAIN, saved=40), stash=(30, 20))
-MOE_PART = replace(part_of("m.1.mlp", 1, MOE), balance=3)
+MOE_PART = replace(part_of("m.1.mlp", 1, MOE), balance=3, mlp=True)
 
 
 def machine(rate: float = FAST) -> Machine:
@@ -265,7 +265,9 @@ def test_the_link_by_hand() -> None:
     left = {}
     for rate in (100.0, 50.0, 20.0):
         options = [[Option("embedding", "keep", 1, 1)]]
-        options += [[Option(p, "keep", 100, 100), Option(p, "offload", 100, 0, 100, moved=100)] for p in paths]
+        for path in paths:
+            mlp = path.endswith("mlp")
+            options += [[Option(path, "keep", 100, 100, mlp=mlp), Option(path, "offload", 100, 0, 100, 0, 100, mlp)]]
         options += [[Option("head", "keep", 1, 1)]]
         costs = ChoiceCosts({0: options}, times, levels, 1, machine(rate), False)
         left[rate] = len(costs.placed(costs.fronts()[1][-1]))

@@ -16,7 +16,7 @@ from forebay.estimate.op_recorder import OpRecorder
 from forebay.estimate.parts import Part, placed_parts
 from forebay.estimate.rank_run import RankRun
 from forebay.estimate.state import Sharing, weight_shapes
-from forebay.estimate.trace import base_path, trace_model
+from forebay.estimate.trace import layers_path, trace_model
 from forebay.estimate.types import Mark, PartEvents, PartTrace, Shape, StageLayers
 from forebay.estimate.walk import WORKSPACE, AllocatorRun, shortened, walk
 from forebay.managed import manage
@@ -37,7 +37,8 @@ def part(place: Any, name: str, saved: int, workspace: int, size: int = 16 * MIB
         forward_no_grad=((1, saved), (2, workspace), (3, size), (2, 0), (1, 0)),
         x=0, output=3, gradient=4, dx=6, saved=(0,), weight_grads={}, transferred=NONE,
     )  # fmt: skip
-    return Part(name, place, events, **more)
+    which = {"attention": name.endswith(".self_attn"), "mlp": name.endswith(".mlp")}
+    return Part(name, place, events, **which, **more)
 
 
 ALONE = Sharing(sharded=False, parameter=4, compute=4, random=False)
@@ -202,7 +203,9 @@ def test_an_engine_without_fsdp_makes_gradients_in_its_first_backward() -> None:
     group = ParamGroup(0, False, 1, (GroupParam("w", "", 100 * MIB, 100 * MIB, 100 * MIB),))
     alone = Sharing(sharded=False, parameter=2, compute=2, gathered=True, random=False)
     actions = local_plan(2, True).actions[0]
-    run = RankRun([group], alone, {0: [EMBEDDING, Part("l.0.mlp", 0, events)]}, actions, summed=0, hidden=16 * MIB)
+    run = RankRun(
+        [group], alone, {0: [EMBEDDING, Part("l.0.mlp", 0, events, mlp=True)]}, actions, summed=0, hidden=16 * MIB
+    )
     levels = walk(run, steps=1).levels
     grads = {level.action: level.by_role[GRADIENTS] // MIB for level in levels if level.where == "l.0.mlp forward"}
     assert grads["0F0"] == 0 and max(level.by_role[GRADIENTS] for level in levels) == 200 * MIB
@@ -252,7 +255,10 @@ def test_overlapped_layers_without_transfers_take_turns_as_with_them(monkeypatch
 
     monkeypatch.setattr(CachingAllocator, "malloc", malloc)
     actions = local_plan(2, True).actions[0]
-    walk(RankRun([], ENGINE, {0: [EMBEDDING, Part("l.0.mlp", 0, events)]}, actions, summed=0, hidden=16 * MIB), steps=1)
+    walk(
+        RankRun([], ENGINE, {0: [EMBEDDING, Part("l.0.mlp", 0, events, mlp=True)]}, actions, summed=0, hidden=16 * MIB),
+        steps=1,
+    )
     backward = ["experts'", "weights", "front'"]
     assert order == ["front", "experts", "front", "experts'", "weights", "experts", "front'", *backward]
 
@@ -355,7 +361,7 @@ def test_the_peak_is_that_of_a_real_step(monkeypatch: pytest.MonkeyPatch, placem
         step(1)
         real = {microbatches: peak_of_step(microbatches) for microbatches in (1, 2)}
     meta = built("meta")
-    weights, prefix = weight_shapes(meta), f"{base_path(meta)}.layers"
+    weights, prefix = weight_shapes(meta), layers_path(meta)
     trace = trace_model(meta, Shape(sequence, 1, block=512, gpu=False, checkpointed_experts=experts))
     stage = StageLayers(tuple(map(StageLayer, range(4))), True, True)
     placements = {
@@ -389,7 +395,7 @@ def test_weight_gradients_in_place_are_never_allocated(actions: tuple[str, ...])
         x=0, output=3, gradient=4, dx=6, saved=(0,), weight_grads=EXPERTS, transferred=NONE,
         forward=made, backward=backward, forward_no_grad=made,
     )  # fmt: skip
-    sublayer = Part("l.0.mlp", 0, events, trace=PartTrace(0, 0, deferred=(20 * MIB,), token_rows=130 * MIB))
+    sublayer = Part("l.0.mlp", 0, events, trace=PartTrace(0, 0, deferred=(20 * MIB,), token_rows=130 * MIB), mlp=True)
 
     def most(summed: int) -> int:
         given = RankRun(

@@ -35,6 +35,7 @@ class Part:
         alone: the first sublayer of a layer whose second one another stage has: a computation of its own.
         with_previous: under "recompute", one checkpoint has the part before it and this one: only the former's input is kept.
         stashed_x: under "stash", number and bytes of the experts' x, which is in pages after the sublayer's forward.
+        attention, mlp: whether it is a layer's first sublayer, or its second.
     """
 
     path: str
@@ -51,6 +52,8 @@ class Part:
     alone: bool = False
     with_previous: bool = False
     stashed_x: tuple[int, int] | None = None
+    attention: bool = False
+    mlp: bool = False
 
     @cached_property
     def expert_grads(self) -> dict[int, int]:
@@ -81,10 +84,6 @@ class Part:
         """A MoE sublayer that an engine runs by its stages; the experts are a computation of their own."""
         return bool(self.events.transferred) or (-1, Mark.EXPERTS_BEGIN) in self.events.forward
 
-    @property
-    def mlp(self) -> bool:
-        return self.path.endswith(".mlp")
-
 
 def placed_parts(
     trace: ModelTrace, stage: StageLayers, placements: Mapping[str, str], *, prefix: str, recompute: str
@@ -99,19 +98,22 @@ def placed_parts(
             placement = placements.get(path, "keep")
             light = sublayer.light if placement == "recompute" and recompute != "full" else None
             part = part_of(path, number, sublayer, "keep" if light else placement, light)
-            first = (number, name) == stage.reader
+            mlp = name == layer.names[1]
+            first = (number, mlp) == stage.reader
             given_here = sublayer.given if part.placement == "recompute" else ()
             held = tuple(n for n in given_here if n not in holding)
             holding.update(held)
             part = replace(
                 part,
-                balance=trace.balance if name == "mlp" and layer.is_moe else 0,
+                attention=not mlp,
+                mlp=mlp,
+                balance=trace.balance if mlp and layer.is_moe else 0,
                 shared=trace.shared if first else 0,
                 given=trace.given if first else (),
                 unused=trace.unused if first else 0,
                 held=held,
                 alone=not here.mlp,
-                with_previous=recompute == WHOLE_LAYER and placement == "recompute" and name == "mlp",
+                with_previous=recompute == WHOLE_LAYER and placement == "recompute" and mlp,
             )
             found.append(part)
     return found + ([part_of("head", "head", trace.head)] if stage.head else [])

@@ -60,6 +60,7 @@ class Option:
         freed: fewer than if it is kept.
         seconds: that the placement costs.
         moved: over the link, each way.
+        mlp: whether it is a layer's second sublayer.
     """
 
     path: str
@@ -69,6 +70,7 @@ class Option:
     freed: int = 0
     seconds: float = 0.0
     moved: int = 0
+    mlp: bool = False
 
 
 @dataclass(frozen=True)
@@ -124,7 +126,8 @@ def option(part: Part, placement: str, recompute: str, machine: Machine, carried
             capacity, arrived = trace.stash
             held = saved - capacity + arrived
     added = 0.0 if placement == "keep" else machine.added(trace, placement)
-    return Option(part.path, placement, saved, held + part.balance + part.shared, saved - held, added, moved)
+    held += part.balance + part.shared
+    return Option(part.path, placement, saved, held, saved - held, added, moved, part.mlp)
 
 
 class ChoiceCosts:
@@ -238,7 +241,7 @@ class ChoiceCosts:
     def _uniform(self, placement: Mapping[bool, str]) -> Chosen:
         """The option of each sublayer with the placement that its being an MLP maps to; without one it is kept."""
         return tuple(
-            next((n for n, o in enumerate(options) if o.placement == placement[o.path.endswith("mlp")]), 0)
+            next((n for n, o in enumerate(options) if o.placement == placement[o.mlp]), 0)
             for options in self._sublayers
         )
 

@@ -436,7 +436,7 @@ class StepTimer:
     def _placements_in(self, number: int) -> dict[str, str]:
         """By the name of a layer's sublayer."""
         path = f"{self.run.prefix}.{number}"
-        return {name: self.placements.get(f"{path}.{name}", "keep") for name in ("self_attn", "mlp")}
+        return {name: self.placements.get(f"{path}.{name}", "keep") for name in self.run.trace.layers[number].names}
 
     def _elements(self, layer: StageLayer) -> Elements:
         return Elements.of(self.run.weights.of(layer), self.run.sharing)

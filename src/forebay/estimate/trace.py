@@ -35,10 +35,11 @@ from forebay.estimate.state import weight_name
 from forebay.estimate.types import PAGE, Freed, LayerTrace, Log, Mark, ModelTrace, Op, PartEvents, PartTrace, Shape
 from forebay.memory.overrides import ModuleCallSite
 from forebay.models.blocks import SublayerCallSite, install_sublayers
-from forebay.models.families import decoder_layers, moe_blocks
+from forebay.models.families import decoder_layers, final_norm, moe_blocks
 from forebay.models.fused_loss import head_loss, install_fused_loss
 from forebay.models.hf_experts import register, round_saved_rows
 from forebay.models.router import balance_loss
+from forebay.pipeline.arguments import StandIn
 
 
 def trace_model(model: Any, shape: Shape, like: ModelTrace | None = None) -> ModelTrace:
@@ -56,16 +57,21 @@ def trace_model(model: Any, shape: Shape, like: ModelTrace | None = None) -> Mod
         ValueError: layers, experts or a loss that Forebay does not know, transformers' experts in another dtype than bfloat16, or
             `ep` does not divide the experts.
     """
-    base = model.get_submodule(model.base_model_prefix)
+    layers: list[Any] = list(model.get_submodule(model.base_model_prefix).layers)
     # The first trace has checked how the layers are built. To check again takes a tenth of the time of this one.
-    layers: list[Any] = [parts.module for parts in decoder_layers(model)] if like is None else list(base.layers)
-    kinds = [_kind(layer) for layer in layers]
+    names = [(p.mixer, p.block) for p in decoder_layers(model)] if like is None else [y.names for y in like.layers]
+    kinds = [_kind(layer, *both) for layer, both in zip(layers, names, strict=True)]
     several = 2 if like is None else 1  # what layers share, the first one saves
     numbers = sorted(n for k in set(kinds) for n in [i for i, kind in enumerate(kinds) if kind == k][:several])
     routers = len(moe_blocks(model))
-    last, shares = _last_of_kinds(base_path(model), [kinds[n] for n in numbers])
-    every, base.layers = base.layers, _Chosen(layers[n] for n in numbers)
-    model, base.layers = copy.deepcopy(model), every  # a trace uses its model up
+    last, shares = _last_of_kinds(
+        [
+            (f"{layers_path(model)}.{n}.{name}", kind)
+            for n in numbers
+            for name, kind in zip(names[n], kinds[n], strict=True)
+        ]
+    )
+    model = _with_layers(model, numbers)
     model.config.use_cache = False
     with torch.enable_grad(), FakeTensorMode(), GpuFunctions() if shape.gpu else nullcontext():
         make_fake(model)
@@ -78,7 +84,8 @@ def trace_model(model: Any, shape: Shape, like: ModelTrace | None = None) -> Mod
     by_kind = {}
     for kind in set(kinds):
         attention, mlp = (run.parts[last[half]] for half in kind)
-        by_kind[kind] = LayerTrace(attention, mlp, bool(moe_blocks(layers[kinds.index(kind)])))
+        first = kinds.index(kind)
+        by_kind[kind] = LayerTrace(attention, mlp, bool(moe_blocks(layers[first])), names[first])
     found: TraceRun | ModelTrace = run if like is None else like
     return ModelTrace(
         run.parts["embedding"],
@@ -93,18 +100,18 @@ def trace_model(model: Any, shape: Shape, like: ModelTrace | None = None) -> Mod
 
 
 def _without_experts(trace: ModelTrace, numbers: list[int], model: Any) -> dict[str, PartTrace]:
-    """The head, attention and dense sublayers of a trace, by the path that layer `numbers[n]` has as the n-th."""
+    """The head, and of layers `numbers` attention and dense sublayers, by path."""
     found = {"head": trace.head}
-    for place, number in enumerate(numbers):
-        layer, path = trace.layers[number], f"{base_path(model)}.layers.{place}"
-        found[f"{path}.self_attn"] = layer.attention
-        if not layer.is_moe:
-            found[f"{path}.mlp"] = layer.mlp
+    for number in numbers:
+        layer = trace.layers[number]
+        known = layer.sublayers[:1] if layer.is_moe else layer.sublayers
+        found |= {f"{layers_path(model)}.{number}.{name}": part for name, part in known}
     return found
 
 
-def base_path(model: Any) -> str:
-    return str(model.base_model_prefix)
+def layers_path(model: Any) -> str:
+    """Module path of the layers of a `*ForCausalLM`."""
+    return f"{model.base_model_prefix}.layers"
 
 
 @contextmanager
@@ -124,37 +131,37 @@ def _masks_by_sizes() -> Iterator[None]:
         yield
 
 
-class _Chosen(nn.ModuleList):
-    """Some layers of a model. Any slice is all of them: a base model slices as many as its configuration says."""
-
-    def __getitem__(self, index: Any) -> Any:
-        return self if isinstance(index, slice) else super().__getitem__(index)
+def _with_layers(model: Any, numbers: list[int]) -> Any:
+    """A copy, because a trace uses its model up, in which stand-ins pass on what the other layers get."""
+    base = model.get_submodule(model.base_model_prefix)
+    every, base.layers = base.layers, nn.ModuleList(base.layers[n] for n in numbers)
+    model, base.layers = copy.deepcopy(model), every
+    base = model.get_submodule(model.base_model_prefix)
+    here = dict(zip(numbers, base.layers, strict=True))
+    base.layers = nn.ModuleList(here[n] if n in here else StandIn(layer) for n, layer in enumerate(every))
+    return model
 
 
 LayerKind = tuple[Any, Any]  # of the attention sublayer, and of the MoE or dense one
 
 
-def _kind(layer: Any) -> LayerKind:
-    attention = type(layer.self_attn), getattr(layer.self_attn, "sliding_window", None), _shapes(layer.self_attn)
-    return (type(layer), *attention), (type(layer.mlp), _shapes(layer.mlp))
+def _kind(layer: Any, mixer: str, block: str) -> LayerKind:
+    first, second = getattr(layer, mixer), getattr(layer, block)
+    attention = type(first), getattr(first, "sliding_window", None), _shapes(first)
+    return (type(layer), mixer, *attention), (block, type(second), _shapes(second))
 
 
 def _shapes(module: nn.Module) -> tuple[Any, ...]:
     return tuple((name, tuple(p.shape), p.dtype) for name, p in module.named_parameters())
 
 
-def _last_of_kinds(base: str, kinds: list[LayerKind]) -> tuple[dict[Any, str], frozenset[str]]:
-    """Paths of the last sublayer of each kind in a model of layers of these kinds, and paths of the others.
+def _last_of_kinds(sublayers: list[tuple[str, Any]]) -> tuple[dict[Any, str], frozenset[str]]:
+    """Paths of the last sublayer of each kind among those of these paths and kinds, and paths of the others.
 
     What layers share, such as rotary tables, the first one saves, so the last one has the figures of its kind.
     """
-    both = [
-        (f"{base}.layers.{n}.{name}", k)
-        for n, kind in enumerate(kinds)
-        for name, k in zip(("self_attn", "mlp"), kind, strict=True)
-    ]
-    last = {kind: path for path, kind in both}
-    return last, frozenset(path for path, _ in both).difference(last.values())
+    last = {kind: path for path, kind in sublayers}
+    return last, frozenset(path for path, _ in sublayers).difference(last.values())
 
 
 @dataclass
@@ -248,8 +255,9 @@ class TraceRun:
                     lambda forward: partial(checkpoint, forward, use_reentrant=False, preserve_rng_state=False)
                 )
         self._sublayers = install_sublayers(model, dispatcher=self._dispatcher)
-        for site in self._sublayers.values():
-            site.wrap(partial(self._traced_sublayer, site))
+        for layer in self._sublayers.layers:
+            layer.attention.wrap(partial(self._traced_sublayer, layer.attention, False))
+            layer.mlp.wrap(partial(self._traced_sublayer, layer.mlp, True))
         for tensor in (*model.parameters(), *model.buffers()):
             self._know(tensor)
             self._recorder.ignore(tensor)
@@ -320,14 +328,14 @@ class TraceRun:
         reference = StorageWeakRef(tensor.untyped_storage())
         self._known[reference.cdata] = reference
 
-    def _traced_sublayer(self, site: SublayerCallSite, call: Callable[..., Any]) -> Callable[..., Any]:
+    def _traced_sublayer(self, site: SublayerCallSite, mlp: bool, call: Callable[..., Any]) -> Callable[..., Any]:
         """A sublayer as a graph of its own, cut off from what is before and after it."""
 
         def sublayer(x: Tensor, **keywords: Any) -> Any:
             found: list[Any] = []
             if site.path in self.parts:
                 self._last = torch.empty_like(x)
-                return self._last if site.path.endswith(".self_attn") else (self._last, None, None)
+                return (self._last, None, None) if mlp else self._last
             if "attention_mask" in keywords and self.shape.flex:
                 keywords["attention_mask"] = None
             if keywords.get("attention_mask") is not None and self.model.config._attn_implementation == "eager":
@@ -345,7 +353,7 @@ class TraceRun:
             out = self._part(site.path, x, run, found.clear)
             part, (result,) = self._open[site.path], found
             found.clear()  # the part alone owns the graph
-            if site.path.endswith(".mlp") and site.light_recompute is not None:
+            if site.light_recompute is not None:
                 if not self.shape.checkpointed_experts:
                     part.light = partial(self._run_light, site, call, x.detach())
                 self._size_rows(part, site)
@@ -536,7 +544,7 @@ class TraceRun:
         )
 
     def _head(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        hidden = self.base.norm(hidden)
+        hidden = getattr(self.base, final_norm(self.base))(hidden)
         log = self._recorder.log
         log.append(Mark.FINAL_NORM_END)
         self._norm = self._recorder.number(hidden), -1

@@ -18,7 +18,7 @@ import torch
 from forebay.config import Config, Model
 from forebay.errors import UsageError, first_line
 from forebay.estimate.state import WeightShapes, weight_shapes
-from forebay.estimate.trace import base_path, trace_model
+from forebay.estimate.trace import layers_path, trace_model
 from forebay.estimate.types import ModelTrace, Shape
 from forebay.models.families import UnknownLayerError, called_paths, decoder_layers
 from forebay.pipeline.p2p import neighbors
@@ -29,20 +29,15 @@ from forebay.train import hf_io
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """A model on the meta device, its parameter shapes, paths of modules that can be regions, the path of its layers, and the
-    attention counted."""
+    """A model on the meta device, its parameter shapes, paths of modules that can be regions, the path of its layers, paths of
+    the sublayers of all layers, in forward order, and the attention counted."""
 
     model: Any
     weights: WeightShapes
     paths: tuple[str, ...]
     prefix: str
+    sublayers: list[str]
     attention: str
-
-    @property
-    def sublayers(self) -> list[str]:
-        """Paths of the sublayers of all layers, in forward order."""
-        layers = range(len(self.weights.layers))
-        return [f"{self.prefix}.{number}.{name}" for number in layers for name in ("self_attn", "mlp")]
 
 
 class TraceCache:
@@ -80,16 +75,11 @@ class TraceCache:
         if key not in self._facts:
             model, attention = _skeleton(config.model, self.declared(config), self._adapt)
             try:
-                sublayers = {name for parts in decoder_layers(model) for name in (parts.mixer, parts.block)}
+                sublayers = [path for y in decoder_layers(model) for path in (y.attention_path, y.block_path)]
             except UnknownLayerError as error:
                 raise UsageError(f"the layers of this model cannot be planned: {error}") from error
-            if sublayers != {"self_attn", "mlp"}:
-                raise UsageError(
-                    f"the layers of this model cannot be planned: {type(model).__name__} has the sublayers "
-                    f"{', '.join(sorted(sublayers)) or 'none'}, and plans know self_attn and mlp"
-                )
-            paths = tuple(called_paths(model))
-            self._facts[key] = ModelFacts(model, weight_shapes(model), paths, f"{base_path(model)}.layers", attention)
+            paths, prefix = tuple(called_paths(model)), layers_path(model)
+            self._facts[key] = ModelFacts(model, weight_shapes(model), paths, prefix, sublayers, attention)
         return self._facts[key]
 
     def trace(self, config: Config, shape: Shape) -> ModelTrace:

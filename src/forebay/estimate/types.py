@@ -218,28 +218,30 @@ class StageLayers:
     head: bool
 
     @property
-    def reader(self) -> tuple[int, str]:
-        """Layer and name of the sublayer that counts what all layers share, such as masks and tables: the first attention.
-        A stage without attention makes them too."""
+    def reader(self) -> tuple[int, bool]:
+        """Layer of the sublayer that counts what all layers share, such as masks and tables, and whether it is an MLP: it is the
+        first attention. A stage without attention makes them too."""
         numbers = (here.number for here in self.layers if here.attention)
-        return next(((number, "self_attn") for number in numbers), (self.layers[0].number, "mlp"))
+        return next(((number, False) for number in numbers), (self.layers[0].number, True))
 
 
 @dataclass(frozen=True)
 class LayerTrace:
-    """A decoder layer: its attention sublayer, and its MoE or dense one."""
+    """A decoder layer: its attention sublayer, or another mixer's, and its MoE or dense one. `names`: of the two in the layer."""
 
     attention: PartTrace
     mlp: PartTrace
     is_moe: bool
+    names: tuple[str, str] = ("self_attn", "mlp")
 
     @property
     def sublayers(self) -> tuple[tuple[str, PartTrace], ...]:
-        return ("self_attn", self.attention), ("mlp", self.mlp)
+        return tuple(zip(self.names, (self.attention, self.mlp), strict=True))
 
-    def on(self, stage_layer: StageLayer) -> list[tuple[str, PartTrace]]:
+    def on(self, here: StageLayer) -> list[tuple[str, PartTrace]]:
         """The layer's sublayers that a stage has."""
-        return [(name, part) for name, part in self.sublayers if name in stage_layer.sublayers]
+        both = zip(self.sublayers, (here.attention, here.mlp), strict=True)
+        return [sublayer for sublayer, is_here in both if is_here]
 
 
 @dataclass(frozen=True)

@@ -266,7 +266,7 @@ class StepWalk:
             if x is not None and not self._keeps_input(part):
                 run.x = None
                 first = nth == 1 and parts[0].path == "embedding" and not engine
-                if part.path.endswith(".self_attn"):
+                if part.attention:
                     (model_inputs if first else layer_inputs).append(x)
                 else:
                     self._allocator.free(x)
@@ -274,7 +274,7 @@ class StepWalk:
                 run.balance = self._malloc(part.balance, ACTIVATIONS)
             self._params.leave(part.place, part.mlp, False, microbatch == self._last)
             self._end_part("forward")
-            if part.alone or not part.path.endswith(".self_attn"):
+            if part.alone or not part.attention:
                 self._allocator.clear(layer_inputs)
             x = output
             if self._yields_after(part):

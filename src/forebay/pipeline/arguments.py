@@ -105,7 +105,7 @@ class LayerArguments:
             given.append(keywords)
 
         layers, norm = self._base.layers, getattr(self._base, self._norm)
-        self._base.layers = nn.ModuleList(_StandIn(layer, note) for layer in all_layers(self._model))
+        self._base.layers = nn.ModuleList(StandIn(layer, note) for layer in all_layers(self._model))
         if positions is not None:
             setattr(self._base, self._norm, nn.Identity())  # its weight is sharded between steps
         # transformers leaves out the mask of a batch in which no document begins, and asks the device for that. Replays of a
@@ -140,10 +140,14 @@ def _documents_of(positions: Tensor) -> Tensor:
     return (positions.diff(prepend=positions[:, :1] - 1) != 1).cumsum(-1)
 
 
-class _StandIn(nn.Module):
-    """Takes a layer's place while the base model makes masks and tables; returns the hidden states unchanged."""
+class StandIn(nn.Module):
+    """Takes a layer's place while the base model makes masks and tables; returns the hidden states unchanged.
 
-    def __init__(self, layer: nn.Module, note: Callable[[Tensor, dict[str, Any]], None]):
+    Args:
+        note: is called with the hidden states and the other arguments.
+    """
+
+    def __init__(self, layer: nn.Module, note: Callable[[Tensor, dict[str, Any]], None] = lambda *_: None):
         super().__init__()
         # Not as module attributes: the layer must not become a child.
         self.__dict__["_layer"], self.__dict__["_note"] = layer, note

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from forebay.config import load
 from tests.conftest import Run
 
 pytestmark = pytest.mark.usefixtures("shared_traces")
@@ -101,3 +102,10 @@ def test_a_profile_is_printed_once(run: Run, tmp_path: Path, monkeypatch: pytest
         monkeypatch.setenv(name, str(value))
     code, out, error = run("profile", "quickstart", "--set=train.sequence=16")
     assert (code, out) == (0, ""), error
+
+
+@pytest.mark.parametrize("quote", ["", "'", '"'])
+def test_a_pattern_may_have_the_quotes_of_a_toml_file(quote: str) -> None:
+    """As the page on expert parallelism has it."""
+    config = load("quickstart", ["memory.policy={}", f"memory.policy.{quote}*.mlp.experts{quote}=recompute"])
+    assert config.memory.policy == {"*.mlp.experts": "recompute"}

@@ -145,11 +145,13 @@ def _parser() -> argparse.ArgumentParser:
     add = command("train", _train, configured, help="train a model")
     resume = (
         "continue from a run or checkpoint folder; without PATH, from the newest in log.folder; "
-        "with auto, from the newest if there is one, and start otherwise"
+        "with auto, from the newest if there is one, and start otherwise. It follows CONFIG"
     )
     add("--resume", nargs="?", const="", metavar="PATH", help=resume)
 
-    tokens = "tokenize a configuration's data into shards, with several processes; what is there already is checked"
+    tokens = (
+        "tokenize a configuration's data into shards, with several processes; shards that are there already are checked"
+    )
     add = command("data", _data, configured, help=tokens)
     add(
         "out",
@@ -162,7 +164,9 @@ def _parser() -> argparse.ArgumentParser:
     managed = "run a program with the models of its Hugging Face trainers under forebay.manage"
     usage = "forebay run [--policy POLICY] [--budget SIZE] -- COMMAND ..."
     add = command("run", _run, help=managed, usage=usage)
-    policies = "auto (default), a placement for all regions, or PATTERN=PLACEMENT, which may be repeated"
+    policies = (
+        "auto (default; needs --budget), a placement for all regions, or PATTERN=PLACEMENT, which may be repeated"
+    )
     add("--policy", action="append", default=[], metavar="POLICY", help=policies)
     add("--budget", metavar="SIZE", help="how far a step's peak may rise over the memory held before it, such as 6GiB")
     add("program", nargs=argparse.REMAINDER, metavar="COMMAND", help="such as: python train.py, or torchrun ...")
@@ -210,12 +214,12 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--models",
         action="store_true",
-        help="show what of each MoE family of transformers runs (half a minute), and no machine",
+        help="show instead what of each MoE family of transformers runs (half a minute)",
     )
     measure = "measure this machine's GPU for plan --device (a minute) and write FILE; with torchrun, collectives too"
     add("--save-profile", metavar="FILE", type=Path, help=measure)
 
-    job = "write the file with which a cluster runs a training, and submit it"
+    job = "write the file with which a cluster runs a training, and submit it on request"
     add = command("launch", _launch, configured, help=job)
     add("--on", choices=("slurm", "kubernetes", "skypilot", "ray"), required=True, help="what runs the cluster")
     add("--nodes", type=int, default=1, metavar="N", help="machines; default: 1")
@@ -239,7 +243,7 @@ def _parser() -> argparse.ArgumentParser:
 
     add = command("export", _export, help="write a run's model as a folder that transformers loads")
     add("source", metavar="RUN", type=Path, help="a run's folder, or one of its checkpoints")
-    add("out", metavar="OUT", type=Path, help="folder to write; must not exist or be empty")
+    add("out", metavar="OUT", type=Path, help="folder to write, a new or an empty one")
     return parser
 
 

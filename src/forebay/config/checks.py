@@ -136,7 +136,8 @@ def _remote_mistakes(url: str) -> Iterator[str]:
 
 def _model_and_data_mistakes(c: Config) -> Iterator[str]:
     if bool(c.model.family) == bool(c.model.path):
-        yield "[model] needs either family (such as 'qwen3_moe') or path (a folder), not both"
+        has = f"it has family = {c.model.family!r} and path = {c.model.path!r}" if c.model.family else "it has neither"
+        yield f"[model] needs either family (such as 'qwen3_moe') or path (a folder), not both: {has}"
     if c.model.attention == "flex" and not c.memory.compile:
         yield "model.attention = 'flex' needs memory.compile = true: uncompiled, flex_attention holds all scores"
     if c.model.config and c.model.path and c.model.weights == "load":

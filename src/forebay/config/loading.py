@@ -81,7 +81,7 @@ def from_mapping(raw: Mapping[str, Any], origin: str = "the configuration") -> C
 
 
 def apply_override(raw: dict[str, Any], override: str) -> None:
-    """Set ``section.key=value`` or, for a table, ``section.key.name=value`` (the name may hold dots).
+    """Set ``section.key=value`` or, for a table, ``section.key.name=value`` (the name may hold dots, and quotes around it).
 
     Raises:
         UsageError: a text that is neither.
@@ -100,7 +100,9 @@ def apply_override(raw: dict[str, Any], override: str) -> None:
     table = section.setdefault(parts[1], {})
     if not isinstance(table, dict):
         raise UsageError(f"--set {override!r}: {parts[0]}.{parts[1]} is {table!r}, not a table; set it whole")
-    table[parts[2]] = value
+    name = parts[2]
+    quoted = len(name) > 2 and name[0] == name[-1] and name[0] in "\"'"  # as a TOML file has to
+    table[name[1:-1] if quoted else name] = value
 
 
 def _parse_value(text: str) -> Any:

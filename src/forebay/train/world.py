@@ -39,8 +39,9 @@ class World:
         try:
             rank, size, local_rank = (int(given[name]) for name in names)
         except (KeyError, ValueError) as error:
+            wrong = f"{error} is not set" if isinstance(error, KeyError) else error
             raise UsageError(
-                f"{', '.join(names)} must all be set to whole numbers, as torchrun does, or none of them: {error}"
+                f"{', '.join(names)} must all be set to whole numbers, as torchrun does, or none of them: {wrong}"
             ) from error
         if not 0 <= rank < size:
             raise UsageError(f"RANK = {rank} is none of the {size} processes of WORLD_SIZE; valid are 0 to {size - 1}")

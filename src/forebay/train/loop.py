@@ -15,13 +15,12 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -61,17 +60,6 @@ from forebay.train.trainer import Trainer
 
 # Settings that the order of the data depends on: a resumed run with another value would skip or repeat text.
 _SAME_ON_RESUME = (("train", "batch"), ("train", "sequence"), ("train", "seed"), ("data", "validation"))
-# Keys that processes may differ in: what is where on a machine, what only one process reads, and how data is named, as the tokens
-# themselves are compared.
-_OF_MACHINE: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "model": ("path",),
-        "data": ("source", "path", "field", "mixture", "tokenizer", "cache", "workers"),
-        "memory": ("budget", "pages"),
-        "log": ("folder", "tensorboard", "wandb", "prometheus", "progress"),
-        "device": ("type", "threads"),
-    }
-)
 # Seconds that a run which is out of memory waits for advice, at first without a word: a plan takes 4 s, but a search of the
 # placements of a pipeline minutes. Other processes wait longer, for an answer that comes at the last moment.
 _SILENT, _PLANNING, _ANSWER = 5.0, 60.0, 10.0
@@ -192,31 +180,7 @@ def _joined(
         _advising_memory(mesh, what_fits),
         _naming_lost(heart, advice),
     ):
-        _check_alike(config, mesh)
         yield mesh
-
-
-def _check_alike(config: Config, mesh: Mesh) -> None:
-    """Raise `UsageError` on all processes if one was started with another configuration.
-
-    Its part of a sum would be of another run, or the others would wait for it in vain.
-    """
-    if mesh.size == 1:
-        return
-    own = {
-        f"{section}.{name}": value
-        for section, keys in config.to_dict().items()
-        for name, value in keys.items()
-        if name not in _OF_MACHINE.get(section, ())
-    }
-    first, *others = on_all(lambda: own)
-    for rank, other in enumerate(others, 1):
-        for name, value in first.items():
-            if other.get(name) != value:
-                raise UsageError(
-                    f"process {rank} was started with {name} = {other.get(name)!r}, and process 0 with {value!r}; "
-                    "start all processes with the same configuration"
-                )
 
 
 @contextmanager

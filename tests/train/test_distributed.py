@@ -25,7 +25,7 @@ from forebay.train import distributed
 from forebay.train.distributed import ALONE, Mesh, World
 from tests.ranks import on_processes, run_ranks
 from tests.train import common
-from tests.train.common import CPU, MODEL, config_file, train_command
+from tests.train.common import CPU, MODEL, config_file, train_command, write_text
 
 
 def with_keys(**sections: dict[str, Any]) -> Config:
@@ -295,6 +295,38 @@ def test_no_place_to_meet(
             Mesh.open(tiny(parallel={"timeout": 1}), World(0, 2, 0))
     assert exit_code_of(caught.value) == 2
     assert not dist.is_initialized()
+
+
+def started_with(ours: list[str], theirs: list[str]) -> int:
+    return main([*ours, *(theirs if os.environ["RANK"] == "1" else [])])
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ("optimizer.lr=0.1", "process 1 was started with optimizer.lr = 0.1, and process 0 with 0.0003; start all"),
+        ("train.steps=6", "process 1 was started with train.steps = 6, and process 0 with 2"),
+        ("parallel.ep=2", "process 1 was started with parallel.ep = 2, and process 0 with 1"),
+        ("model.config.num_experts=8", "process 1 was started with model.config = {"),
+        (
+            "data.path={folder}/other.txt",
+            "process 1 has other data (text: 1 file, 1 documents, 12 tokens) than process 0 (",
+        ),
+        ("data.path={folder}/same.txt", ""),
+        ("data.cache={folder}/elsewhere", ""),
+    ],
+)
+def test_processes_that_were_started_unlike(tmp_path: Path, other: str, said: str) -> None:
+    """As by a file that was edited on one node only. Places may differ."""
+    settings = common.config(
+        write_text(tmp_path), train={"steps": 2, "sequence": 8}, parallel={"timeout": 60}, data={"validation": 0}
+    )
+    (tmp_path / "other.txt").write_text("other water")
+    (tmp_path / "same.txt").write_bytes((tmp_path / "text.txt").read_bytes())
+    theirs = ["--set", other.format(folder=tmp_path)]
+    codes, _, error = on_processes(2, started_with, train_command(config_file(tmp_path, settings)), theirs)
+    assert codes == ([2, 2] if said else [0, 0]) and error.count("forebay: ") == bool(said), error
+    assert f"forebay: {said}" in error or not said, error
 
 
 if __name__ == "__main__":

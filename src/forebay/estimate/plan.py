@@ -48,11 +48,10 @@ _SETTINGS: Mapping[str, Any] = {
     "model.dtype": "float32",
     "model.compute": "bfloat16",
     "memory.compile": True,
-    "parallel.reduce": "microbatch",
     "device.type": "cuda",
 }
 """Settings of a bare model, unless an override gives them. Parameters and moments are in float32, sharded over all processes;
-gradients are reduced after each microbatch. `_filled` adds the rest."""
+several reduce gradients after each microbatch. `_filled` adds the rest."""
 EAGER = frozenset({"gpt_oss"})  # families for whose attention (sinks) transformers has no fused kernel
 
 
@@ -145,6 +144,8 @@ def _filled(raw: dict[str, Any], source: str, processes: int) -> PlanRequest:
     sinks = "flex" if so_far.memory.compile and so_far.device.type != "cpu" else "eager"
     choose("model.attention", sinks if str(declared.model_type) in EAGER else "sdpa")
     choose("parallel.ep", _expert_processes(processes // groups, experts_in(declared)))
+    if processes > 1:
+        choose("parallel.reduce", "microbatch")
     choose("train.batch", _batch(so_far.train.microbatch, processes))
     return PlanRequest(from_mapping(raw, origin=source), chosen)
 

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from datetime import timedelta
+from types import MappingProxyType
 from typing import Any, Self, TypeVar
 
 import torch
@@ -21,11 +22,22 @@ from torch.distributed.device_mesh import DeviceMesh
 from forebay.communicators import DEFAULT, FEW, SINGLE, options
 from forebay.config import Config, Parallel, check_world
 from forebay.config import Device as DeviceSection
-from forebay.errors import ForebayError, PeerLost, RunError, UsageError, first_line
+from forebay.errors import ForebayError, PeerLost, ReportedElsewhere, RunError, UsageError, first_line
 from forebay.train.world import ALONE, World
 
 T = TypeVar("T")
 _ALL_FAILED = "forebay/all-failed"
+# Keys that processes may differ in: what is where on a machine, what only one process reads, and how data is named, as the tokens
+# themselves are compared.
+_OF_MACHINE: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "model": ("path",),
+        "data": ("source", "path", "field", "mixture", "tokenizer", "cache", "workers"),
+        "memory": ("budget", "pages"),
+        "log": ("folder", "tensorboard", "wandb", "prometheus", "progress"),
+        "device": ("type", "threads"),
+    }
+)
 _ASKING = 2.0  # seconds
 # Seconds that communication may take to end after an error: less than others leave a process to report it (heartbeat.py).
 _ABORTING = 2.0
@@ -167,6 +179,7 @@ class Mesh:
 
         Raises:
             UsageError: the configuration does not fit the processes, CUDA is requested and missing, or there is no place to meet.
+                Another process has another configuration: raised on process 0, and ReportedElsewhere on the others.
             PeerLost: the other processes do not answer. Torch may wait several times `parallel.timeout`.
         """
         world = World.of_environment() if world is None else world
@@ -179,6 +192,8 @@ class Mesh:
         parts = config.parallel.pp * config.parallel.replicate  # then weights travel in other groups
         channels = SINGLE if world == ALONE else FEW if parts > 1 else DEFAULT
         store = _start_group(world, device, timeout, channels) if starts else None
+        if starts and world.size > 1:
+            _check_alike(config)  # before there are groups that the configuration asks for
         return cls(world, device, config.parallel, timeout, owns=starts, store=store)
 
     @property
@@ -349,6 +364,29 @@ def _start_group(world: World, device: torch.device, timeout: timedelta, channel
             ) from error
         raise not_found(world, timeout.total_seconds(), f": {first_line(error)}") from error
     return store
+
+
+def _check_alike(config: Config) -> None:
+    """Raise an error on all processes if one was started with another configuration.
+
+    Its part of a sum would be of another run, or the others would wait for it in vain.
+    """
+    own = {
+        f"{section}.{name}": value
+        for section, keys in config.to_dict().items()
+        for name, value in keys.items()
+        if name not in _OF_MACHINE.get(section, ())
+    }
+    first, *others = on_all(lambda: own)
+    for rank, other in enumerate(others, 1):
+        for name, value in first.items():
+            if other.get(name) != value:
+                if dist.get_rank():
+                    raise ReportedElsewhere(UsageError.exit_code)
+                raise UsageError(
+                    f"process {rank} was started with {name} = {other.get(name)!r}, and process 0 with {value!r}; "
+                    "start all processes with the same configuration"
+                )
 
 
 def not_found(world: World, seconds: float, why: str = "") -> PeerLost:

@@ -33,8 +33,8 @@ from forebay.train import hf_io, parallel
 from forebay.train.allocator_settings import expandable_segments
 from forebay.train.capacity_retry import CapacityRetries
 from forebay.train.cuda_graph import CudaGraphStep
-from forebay.train.data import IGNORE, Batch, load_mixture
-from forebay.train.distributed import Mesh
+from forebay.train.data import IGNORE, Batch, Mixture, load_mixture
+from forebay.train.distributed import Mesh, on_all
 from forebay.train.engines import EngineParts, LocalGradients, PipelinedGradients, keep_stages, plan_of
 from forebay.train.fast_path import fast_path_of
 from forebay.train.generators import seed_all
@@ -111,6 +111,7 @@ class Trainer:
         tokenizer = load_tokenizer(config.data.tokenizer)
         hf_io.check_vocabulary(hf_io.configuration(config.model, tokenizer.vocabulary), tokenizer.vocabulary)
         self.corpus = load_mixture(config.data, tokenizer)
+        _check_same_data(self.corpus, mesh)
         self._batches, self._held_out = self.corpus.batches(config.data, config.train, mesh.batch)
         self._ahead: tuple[int, tuple[Batch, list[Microbatch]]] | None = None  # a step's number, and its batch
         seed_all(config.train.seed)
@@ -504,6 +505,19 @@ class Trainer:
         on_host = [t.pin_memory() if self.device.type == "cuda" else t for t in batch if t is not None]
         parts = [t.to(self.device, non_blocking=True).split(size) for t in on_host]
         return list(zip(*parts, strict=True))
+
+
+def _check_same_data(corpus: Mixture, mesh: Mesh) -> None:
+    """Raise `UsageError` on all processes if one has other tokens, as from a file of its machine: a batch would be of both."""
+    if mesh.size == 1:
+        return
+    own = corpus.identity, corpus.description
+    first, *others = on_all(lambda: own)
+    for rank, other in enumerate(others, 1):
+        if other[0] != first[0]:
+            raise UsageError(
+                f"process {rank} has other data ({other[1]}) than process 0 ({first[1]}); all processes need the same files"
+            )
 
 
 def _check_batch_memory(config: Config, mesh: Mesh) -> None:

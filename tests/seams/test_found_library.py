@@ -79,6 +79,25 @@ def test_a_plan_for_frozen_layers_does_not_outlive_their_unfreezing() -> None:
         assert mem.plan is not None and mem.plan.planned_bytes and mem.plan.peak_bytes <= budget
 
 
+def test_calls_that_were_not_measured_are_offloaded_too() -> None:
+    """As where steps with one forward take turns with steps with two: not every plan is outgrown by the step after it."""
+    model = tiny()
+
+    def step(number: int, forwards: int) -> int:
+        sum(loss_of(model, batch(number + n)) for n in range(forwards)).backward()
+        return mem.report().moved_bytes
+
+    with forebay.manage(model, "offload", offload="all", min_bytes=400) as mem:
+        one = [step(0, 1), step(1, 1)]
+        assert mem.plan is not None
+        for number in range(4):  # outgrown, no step with two forwards, measured, followed
+            step(number, 2 - number % 2)
+        plan = mem.plan
+        assert plan is not None
+        moved = [step(number, 2 - number % 2) for number in range(6)]
+        assert mem.plan is plan and moved == [2 * one[0], one[0]] * 3
+
+
 def _run_out_of_memory(_: Tensor) -> None:
     raise torch.OutOfMemoryError("CUDA out of memory.")
 

@@ -50,6 +50,7 @@ _BUDGET_STEP, _ROUNDS = 0.01, 4  # share of the budget to give up each time that
 _MAX_CHANGED_PLANS = 2  # plans at most that differ from the fastest by one region
 _SLACK = 1.01  # a batch's bytes over those that a plan allows for
 _MAX_ITEM_GROWTH = 1.5  # the same where microbatches alternate, whose rows vary between ranks
+_MAX_MEASURED_STEPS = 10  # while a call is awaited
 _CORRECTIONS = 3  # steps whose times correct the plan, where several microbatches are under way
 # If more than this share of a CUDA graph step was spent waiting, by a plan made with a graph's times, the next plan counts on so
 # much less of the link. Rates while copying are known; other traffic, or how one late copy delays others, is not.
@@ -371,7 +372,7 @@ class Autotuner:
         recorder: of the current step, or None.
         alternating: forwards and backwards of several microbatches alternate.
         growth: how many times as long as the measured batch the longest one was. The plan leaves room for it.
-        outgrown: set by the manager when a call saved other tensors than were measured, or after `call_grew`.
+        outgrown: set by the manager when a call saved other tensors than were measured, or by `call_grew` and `call_is_new`.
         peaks: of the allocator, which recorders reset.
     """
 
@@ -393,6 +394,7 @@ class Autotuner:
         self.state = TuneState.MEASURE
         self.recorder: Recorder | None = None
         self._longest = 0.0  # the `_length` of the longest batch so far
+        self._awaited: Key | None = None  # the call that the next plan is to be made for
         self._start_over()
 
     def _start_over(self) -> None:
@@ -473,6 +475,11 @@ class Autotuner:
             self.outgrown = True
             self._longest = max(self._longest, growth * self._length)
 
+    def call_is_new(self, key: Key) -> None:
+        """A call runs backward that did not, or not at all, in the measured step: the next plan is made from a step with it."""
+        if not self.outgrown:
+            self.outgrown, self._awaited = True, key
+
     def _go(self, to: TuneState) -> None:
         if (self.state, to) not in _TRANSITIONS:
             raise RuntimeError(f"the autotuner cannot go from {self.state.value} to {to.value}")
@@ -483,8 +490,11 @@ class Autotuner:
         if not isinstance(recorder, TimelineRecorder) or not recorder.complete:
             return
         self._measured += 1
+        # Steps of two kinds may take turns, such as those of two losses.
+        awaits = self._awaited is not None and not recorder.reached(self._awaited)
         # On a GPU the first step compiles, tunes and page-locks: its times say nothing.
-        if self._measured >= (2 if self._device.type == "cuda" else 1):
+        if self._measured >= (_MAX_MEASURED_STEPS if awaits else 2 if self._device.type == "cuda" else 1):
+            self._awaited = None
             self._make_plan(recorder)
             self._go(TuneState.FOLLOW if self._trials is None else TuneState.TRY)
 

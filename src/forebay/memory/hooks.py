@@ -634,8 +634,8 @@ class Manager:
         if call.step is not self._step:
             self._transfers.take_back(call)  # it was abandoned: its step is over
             return
-        if call.key in self.tuner.lookup.unreached:
-            self.tuner.outgrown = True
+        if self.plan is not None and call.key not in self.tuner.lookup.inputs:
+            self.tuner.call_is_new(call.key)
         if not self._backwards:
             self._note_reached(call)
         self._transfers.on_event("B", call, self.tuner)

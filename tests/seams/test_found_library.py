@@ -55,6 +55,12 @@ def test_a_plan_holds_for_the_longest_batch_that_was_seen() -> None:
         step(short)
         first = mem.plan
         assert first is not None and not first.planned_bytes and budget / 3 < first.peak_bytes < budget
+        padded = torch.ones_like(short).index_fill(1, torch.tensor([0, 1]), 0)
+        loss_of(
+            model, short, attention_mask=padded
+        ).backward()  # its mask, a new input of attention, makes it no longer
+        step(short)
+        assert mem.plan is first
         for ids in (long, short, short):
             step(ids)
         plan = mem.plan

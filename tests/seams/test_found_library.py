@@ -57,6 +57,12 @@ def test_a_plan_holds_for_the_longest_batch_that_was_seen() -> None:
         step(short)
         first = mem.plan
         assert first is not None and not first.planned_bytes and budget / 3 < first.peak_bytes < budget
+        padded = torch.ones_like(short).index_fill(1, torch.tensor([0, 1]), 0)
+        loss_of(
+            model, short, attention_mask=padded
+        ).backward()  # its mask, a new input of attention, makes it no longer
+        step(short)
+        assert mem.plan is first
         for ids in (long, short, short):
             step(ids)
         plan = mem.plan
@@ -79,6 +85,25 @@ def test_a_plan_for_frozen_layers_does_not_outlive_their_unfreezing() -> None:
             if number == 2:
                 assert mem.plan is not None and not mem.plan.planned_bytes
         assert mem.plan is not None and mem.plan.planned_bytes and mem.plan.peak_bytes <= budget
+
+
+def test_calls_that_were_not_measured_are_offloaded_too() -> None:
+    """As where steps with one forward take turns with steps with two: not every plan is outgrown by the step after it."""
+    model = tiny()
+
+    def step(number: int, forwards: int) -> int:
+        sum(loss_of(model, batch(number + n)) for n in range(forwards)).backward()
+        return mem.report().moved_bytes
+
+    with forebay.manage(model, "offload", offload="all", min_bytes=400) as mem:
+        one = [step(0, 1), step(1, 1)]
+        assert mem.plan is not None
+        for number in range(4):  # outgrown, no step with two forwards, measured, followed
+            step(number, 2 - number % 2)
+        plan = mem.plan
+        assert plan is not None
+        moved = [step(number, 2 - number % 2) for number in range(6)]
+        assert mem.plan is plan and moved == [2 * one[0], one[0]] * 3
 
 
 def _run_out_of_memory(_: Tensor) -> None:

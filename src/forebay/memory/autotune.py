@@ -50,6 +50,7 @@ _BUDGET_STEP, _ROUNDS = 0.01, 4  # share of the budget to give up each time that
 _MAX_CHANGED_PLANS = 2  # plans at most that differ from the fastest by one region
 _SLACK = 1.01  # a batch's bytes over those that a plan allows for
 _MAX_ITEM_GROWTH = 1.5  # the same where microbatches alternate, whose rows vary between ranks
+_MAX_MEASURED_STEPS = 10  # while a call is awaited
 _CORRECTIONS = 3  # steps whose times correct the plan, where several microbatches are under way
 # If more than this share of a CUDA graph step was spent waiting, by a plan made with a graph's times, the next plan counts on so
 # much less of the link. Rates while copying are known; other traffic, or how one late copy delays others, is not.
@@ -303,7 +304,6 @@ class PlanLookup:
         offload: call to the indices of the items it saves now that are offloaded.
         saves_offloaded: calls that save a storage again that an earlier call offloads.
         items: call to the bytes of the items it saves now, as measured.
-        inputs: call to the bytes of its inputs, as measured.
         release_at: event to the calls whose device memory is released there.
         unreached: calls that ran no backward in the measured step.
     """
@@ -312,7 +312,6 @@ class PlanLookup:
     offload: Mapping[Key, frozenset[int]] = field(default_factory=dict)
     saves_offloaded: frozenset[Key] = frozenset()
     items: Mapping[Key, tuple[int, ...]] = field(default_factory=dict)
-    inputs: Mapping[Key, int] = field(default_factory=dict)
     release_at: Mapping[EventName, list[Key]] = field(default_factory=dict)
     unreached: Mapping[Key, tuple[int, ...]] = field(default_factory=dict)
 
@@ -330,8 +329,7 @@ class PlanLookup:
         for key, event in plan.release_at.items():
             release_at.setdefault(event, []).append(key)
         again = frozenset(k for call in timeline.calls if call.key in plan.offload for k in call.shared_with)
-        regions, inputs = frozenset(path for path, _ in plan.offload), {c.key: c.input_bytes for c in timeline.calls}
-        return PlanLookup(regions, offload, again, items, inputs, release_at, unreached)
+        return PlanLookup(frozenset(path for path, _ in plan.offload), offload, again, items, release_at, unreached)
 
 
 class TuneState(enum.Enum):
@@ -370,8 +368,9 @@ class Autotuner:
         lookup: what `plan` means for a call.
         recorder: of the current step, or None.
         alternating: forwards and backwards of several microbatches alternate.
+        length: of the measured batch: bytes of the hidden states that a call got, at most. Set by the manager.
         growth: how many times as long as the measured batch the longest one was. The plan leaves room for it.
-        outgrown: set by the manager when a call saved other tensors than were measured, or after `call_grew`.
+        outgrown: set by the manager when a call saved other tensors than were measured, or by `call_grew` and `call_is_new`.
         peaks: of the allocator, which recorders reset.
     """
 
@@ -392,7 +391,9 @@ class Autotuner:
         self.peaks = Peaks()
         self.state = TuneState.MEASURE
         self.recorder: Recorder | None = None
-        self._longest = 0.0  # the `_length` of the longest batch so far
+        self.length = 0
+        self._longest = 0.0  # the length of the longest batch so far
+        self._awaited: Key | None = None  # the call that the next plan is to be made for
         self._start_over()
 
     def _start_over(self) -> None:
@@ -401,7 +402,6 @@ class Autotuner:
         self.lookup = PlanLookup()
         self.alternating = self.outgrown = False
         self.growth = 1.0
-        self._length = 0  # bytes of the inputs of the measured call with the most: how long the batch was
         self._trials: Trials | None = None
         self._measured = 0  # steps
         self._measured_base: int | None = None  # bytes allocated before the last measured step
@@ -467,11 +467,21 @@ class Autotuner:
         elif self._store.lanes.time_captured or (self._corrects and self._corrections < _CORRECTIONS and not captured):
             self.recorder = TimingRecorder(self._device, self._store, self.peaks)
 
+    @property
+    def allowed_growth(self) -> float:
+        """How many times the measured bytes a call may save under the plan."""
+        return (_MAX_ITEM_GROWTH if self.alternating else _SLACK) * self.growth
+
     def call_grew(self, growth: float) -> None:
-        """A call had so many times the bytes of the measured one. The plan is outgrown if that is more than it allows for."""
-        if growth > (_MAX_ITEM_GROWTH if self.alternating else _SLACK) * self.growth:
+        """A call got so many times the hidden states of the measured one. That may be more than the plan allows for."""
+        if growth > self.allowed_growth:
             self.outgrown = True
-            self._longest = max(self._longest, growth * self._length)
+            self._longest = max(self._longest, growth * self.length)
+
+    def call_is_new(self, key: Key) -> None:
+        """A call runs backward that did not, or not at all, in the measured step: the next plan is made from a step with it."""
+        if not self.outgrown:
+            self.outgrown, self._awaited = True, key
 
     def _go(self, to: TuneState) -> None:
         if (self.state, to) not in _TRANSITIONS:
@@ -483,8 +493,11 @@ class Autotuner:
         if not isinstance(recorder, TimelineRecorder) or not recorder.complete:
             return
         self._measured += 1
+        # Steps of two kinds may take turns, such as those of two losses.
+        awaits = self._awaited is not None and not recorder.reached(self._awaited)
         # On a GPU the first step compiles, tunes and page-locks: its times say nothing.
-        if self._measured >= (2 if self._device.type == "cuda" else 1):
+        if self._measured >= (_MAX_MEASURED_STEPS if awaits else 2 if self._device.type == "cuda" else 1):
+            self._awaited = None
             self._make_plan(recorder)
             self._go(TuneState.FOLLOW if self._trials is None else TuneState.TRY)
 
@@ -560,9 +573,8 @@ class Autotuner:
         """The plan for the longest batch so far: if the measured one was shorter, for a budget that is as much smaller."""
         assert self._budget is not None
         paths, gpu = self._auto | self._offload_paths, self._device.type == "cuda"
-        self._length = max((call.input_bytes for call in timeline.calls), default=0)
-        self._longest = max(self._longest, self._length)
-        self.growth = self._longest / self._length if self._length else 1.0
+        self._longest = max(self._longest, self.length)
+        self.growth = self._longest / self.length if self.length else 1.0
         budget, margin = int(self._budget / self.growth), _FIRST_PLAN_MARGIN if gpu else 0.0
         try:
             plan = under_budget(timeline, paths, budget, self._auto, margin)

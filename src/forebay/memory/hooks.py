@@ -126,6 +126,7 @@ class Manager:
         self._reached: set[int] = set()  # forwards of the step that it goes through
         self._base: int | None = None  # bytes allocated before the step that is about to begin
         self._saved_by: dict[Key, int] = {}  # bytes, in the last measured step
+        self._lengths: dict[Key, int] = {}  # bytes of inputs that carry gradients, in the last measured step
         self._trained = 0  # weights at most, so far
         self._shared: set[Key] = set()  # calls with a storage that another call of the same step saves too
         # Held to end and begin a step: threads may run forwards of one model at once, and all find that a step is over.
@@ -382,6 +383,8 @@ class Manager:
                 is_light, mark = region.light is not None, self._transfers.mark
                 recording.region_left(call.key, call.items, is_light, has_experts, mark)
                 self._saved_by[call.key] = sum(call.items)
+                self._lengths[call.key] = length = self._length_of(args, kwargs)
+                self.tuner.length = max(self.tuner.length, length)
         except BaseException:
             call.abandoned = True  # the traceback holds the call, for as long as the caller keeps it
             raise
@@ -577,8 +580,13 @@ class Manager:
 
     def _growth_of_inputs(self, call: RegionCall, args: Any, kwargs: Any) -> float:
         """How many times the measured bytes a call's inputs have: a longer batch. 1 if that does not matter or is not known."""
-        then = self.tuner.lookup.inputs.get(call.key)
-        return self._input_bytes(args, kwargs) / then if self._budget is not None and then else 1.0
+        then = self._lengths.get(call.key)
+        return self._length_of(args, kwargs) / then if self._budget is not None and then else 1.0
+
+    def _length_of(self, args: Any, kwargs: Any) -> int:
+        """Bytes of a call's hidden states. Not of masks, which come and go with padding, and of rotary tables."""
+        tensors = (t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.requires_grad)
+        return sum(t.nbytes for t in tensors if not isinstance(t, nn.Parameter))
 
     def _compare_inputs(self, call: RegionCall, args: Any, kwargs: Any) -> None:
         """Tell the tuner of a longer batch under a plan that offloads nothing: its calls run without hooks, so only their inputs
@@ -589,15 +597,15 @@ class Manager:
                 self.tuner.call_grew(growth)
 
     def _compare_items(self, call: RegionCall, growth: float) -> None:
-        """Tell the tuner how much more the call saved than was measured; `growth` is that of its inputs."""
+        """Tell the tuner if the call saved more than was measured; `growth` is that of its inputs."""
+        self.tuner.call_grew(growth)
         measured = self.tuner.lookup.items.get(call.key, ())
-        if len(call.items) <= len(measured):
-            items = (now / then for now, then in zip(call.items, measured, strict=False) if then)
-            self.tuner.call_grew(max([growth, *items]))
-        elif growth > 1.0:  # a longer batch: fewer items are below the size floor
-            self.tuner.call_grew(growth)
+        if len(call.items) > len(measured):  # a longer batch has fewer items below the size floor
+            exceeds = growth <= 1.0
         else:
-            self.tuner.outgrown = True
+            most = self.tuner.allowed_growth
+            exceeds = any(then and now > most * then for now, then in zip(call.items, measured, strict=False))
+        self.tuner.outgrown = self.tuner.outgrown or exceeds
 
     # --- the life of a step -------------------------------------------------------------------------------------------
 
@@ -620,6 +628,8 @@ class Manager:
         if self.plan is None:
             self._shared.clear()
             self._saved_by.clear()
+            self._lengths.clear()
+            self.tuner.length = 0
         base, self._base = self._base, None
         self.tuner.begin_step(self._transfers.captured, base)
         recorder = self.tuner.recorder
@@ -634,8 +644,8 @@ class Manager:
         if call.step is not self._step:
             self._transfers.take_back(call)  # it was abandoned: its step is over
             return
-        if call.key in self.tuner.lookup.unreached:
-            self.tuner.outgrown = True
+        if self.plan is not None and call.key not in self.tuner.lookup.offload:
+            self.tuner.call_is_new(call.key)
         if not self._backwards:
             self._note_reached(call)
         self._transfers.on_event("B", call, self.tuner)

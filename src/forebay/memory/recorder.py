@@ -199,6 +199,10 @@ class TimelineRecorder(_EventRecorder):
         """A backward ran. Ask when the step is over: no backward is expected then of calls that only ran forward."""
         return any(sample.kind == "B" for sample in self._samples)
 
+    def reached(self, key: Key) -> bool:
+        """Whether a call ran backward."""
+        return any(sample.kind == "B" and sample.key == key for sample in self._samples)
+
     @property
     def unreached(self) -> dict[Key, tuple[int, ...]]:
         """Bytes of the items of calls that ran no backward, such as those whose outputs the loss does not use. They are not in

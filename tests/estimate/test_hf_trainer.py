@@ -17,7 +17,7 @@ from forebay.estimate.hf_trainer import TrainerPlan, add_lora, plan_trainer, rea
 from forebay.estimate.trace import trace_model
 from forebay.estimate.types import ModelTrace, Shape
 from forebay.managed import manage
-from tests.estimate.test_trace import BATCH, SEQUENCE, assert_saves, built, by_sublayer
+from tests.estimate.test_trace import BATCH, SEQUENCE, assert_saves, built, by_sublayer, sublayers_of
 
 pytestmark = pytest.mark.usefixtures("shared_traces")
 TARGETS = ("q_proj", "o_proj")
@@ -38,8 +38,9 @@ def really(model: Any, theirs: bool) -> dict[str, int]:
             return model(input_ids=ids, labels=labels, shift_labels=labels, num_items_in_batch=ids.numel()).loss
 
     options: dict[str, Any] = {"experts": None, "loss": None} if theirs else {}
+    sublayers = sublayers_of(model)
     with manage(model, **options) as managed:
-        return by_sublayer(managed.profile(step).by_region)
+        return by_sublayer(managed.profile(step).by_region, sublayers)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from forebay.config import Config, from_mapping
 from forebay.config import load as load_config
@@ -13,9 +14,12 @@ from forebay.errors import UsageError
 from forebay.estimate.device import load
 from forebay.estimate.layers import plan_layers
 from forebay.estimate.plan import Fit, fit_run, unplaced
+from forebay.models.families import decoder_layers
 from forebay.policy import PolicyError
 from forebay.train.trainer import Trainer
+from tests.products import cover
 from tests.train.common import DENSE, MODEL, config, write_text
+from tests.train.families import FAMILIES, fields_of, tiny_of
 
 pytestmark = pytest.mark.usefixtures("shared_traces")
 
@@ -172,6 +176,77 @@ def test_a_step_that_is_called_has_no_fast_path(tmp_path: Path) -> None:
     settings = with_settings(opened(tmp_path, {"graph": True}, {}), {"model.compute": ""})
     notes = fit_of(settings).notes
     assert any("steps cannot be captured" in note for note in notes) and not any("ast path" in note for note in notes)
+
+
+WAYS: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({}, {"pp": 2, "schedule": "1f1b"}),
+    ({"policy": "recompute", "recompute": "full"}, {}),
+    ({"policy": "offload"}, {}),
+    ({"policy": "auto", "budget": "1MiB"}, {}),
+    ({"compile": True}, {}),
+    ({"graph": True}, OPEN),
+]
+
+
+@pytest.mark.parametrize(("family", "way"), cover(FAMILIES, WAYS))
+def test_every_family_is_planned(tmp_path: Path, family: str, way: tuple[dict[str, Any], dict[str, Any]]) -> None:
+    """By the paths that its sublayers have in a run."""
+    (memory, parallel), world = way, way[1].get("pp", 1)
+    settings = config(
+        tmp_path,
+        fields_of(family, 4),
+        model={"family": family, "attention": "eager", "dtype": "float32", "compute": "bfloat16"},
+        train={"batch": 8, "microbatch": 2, "sequence": 64},
+        memory=memory,
+        parallel=parallel,
+        device={"type": "cuda"},
+    )
+    plan = plan_layers(settings, world)
+    fit = fit_run(settings, plan, world, device=load("h200"))
+    with torch.device("meta"):
+        paths = [
+            path for y in decoder_layers(tiny_of(family, torch.bfloat16)) for path in (y.attention_path, y.block_path)
+        ]
+    assert [sublayer.path for sublayer in fit.sublayers if "." in sublayer.path] == paths
+    assert fit.step is not None and fit.step.seconds > 0
+    policy = memory.get("policy", "keep")
+    placed = {row["placement"] for row in fit.placements()}
+    assert policy == "keep" or placed > {"keep"}
+    chosen = fit_run(unplaced(settings), plan, world, auto=1, device=load("h200"))
+    assert {path for choice in chosen.choices for path in choice.placements} <= set(paths)
+    assert chosen.fullest.total <= fit_run(unplaced(settings), plan, world).fullest.total
+
+
+@pytest.mark.parametrize(("experts", "ep", "said"), [(False, 1, True), (True, 1, True), (True, 2, False)])
+def test_a_skew_without_expert_parallelism_is_said_to_change_nothing(
+    tmp_path: Path, experts: bool, ep: int, said: bool
+) -> None:
+    model = {} if experts else {"family": "qwen3", "config": DENSE}
+    settings = config(tmp_path, MODEL, model=model, parallel={"ep": ep})
+    plan = plan_layers(settings, ep)
+    even, skewed = (fit_run(settings, plan, ep, skew=skew) for skew in (1.0, 2.0))
+    assert any("A skew changes nothing" in note for note in skewed.notes) == said
+    assert not any("skew" in note for note in even.notes) and (even.ranks == skewed.ranks or not said)
+
+
+def test_too_many_layers_are_refused_before_they_are_made(tmp_path: Path) -> None:
+    settings = config(tmp_path, {**MODEL, "num_hidden_layers": 10**6})
+    with pytest.raises(
+        UsageError, match="num_hidden_layers = 1000000 are more than a plan takes; valid is at most 1024"
+    ):
+        plan_layers(settings)
+
+
+def test_routers_that_runs_refuse_are_refused(tmp_path: Path) -> None:
+    attention = {"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 4, "use_mamba_kernels": False}
+    sizes = {key: MODEL[key] for key in MODEL if key not in ("head_dim", "moe_intermediate_size")}
+    settings = config(write_text(tmp_path, 500), {**sizes, **attention}, model={"family": "jamba"})
+    reasons = []
+    for refuses in (Trainer, fit_of):
+        with pytest.raises(UsageError, match="does not return logits and ids") as caught:
+            refuses(settings)
+        reasons.append(str(caught.value))
+    assert reasons[0] == reasons[1]
 
 
 @pytest.mark.parametrize("path", ["lm_head", "model.embed_tokens", "model.layers.0.mlp.gate"])

@@ -16,6 +16,7 @@ from forebay.estimate.op_recorder import OpRecorder
 from forebay.estimate.parts import placed_parts
 from forebay.estimate.planned_dispatch import PlannedDispatcher
 from forebay.estimate.routing import EvenRouting
+from forebay.estimate.state import weight_shapes
 from forebay.estimate.trace import trace_model
 from forebay.estimate.types import GPU_BLOCK, Freed, ModelTrace, Op, PartTrace, Shape, StageLayers
 from forebay.managed import manage
@@ -23,12 +24,13 @@ from forebay.models.families import decoder_layers
 from forebay.moe.dispatch import aligned
 from forebay.pipeline.partition import StageLayer
 from tests.estimate.peaks import peak_of
-from tests.models.conftest import EXPERTS, HEAD, HIDDEN, MOE_FAMILIES, TOP_K, WIDTH, build_tiny
+from tests.models.conftest import EXPERTS, HEAD, HIDDEN, TOP_K, WIDTH, build_tiny
 from tests.products import cover, first
+from tests.train.families import FAMILIES, tiny_of
 
 SEQUENCE, BATCH = 32, 2
-FAMILIES = ["llama", "deepseek_v32", *MOE_FAMILIES]
 HEADS, KV_HEADS = 4, 2
+NO_SDPA = ("gpt_oss", "granitemoe_swa", "mimo_v2_flash")
 
 
 def built(family: str, device: str = "cpu", dtype: torch.dtype = torch.bfloat16, attention: str = "sdpa") -> nn.Module:
@@ -49,23 +51,37 @@ def really(
 ) -> dict[str, int]:
     """Bytes by region of one forward of the model under management, as the trainer calls it."""
     model = built(family, dtype=dtype, attention=attention)
+    return of_a_step(model, compile=compile, precision=precision)
+
+
+def of_a_step(model: nn.Module, **options: Any) -> dict[str, int]:
+    """The same of a model."""
     ids = torch.randint(1, 97, (BATCH, SEQUENCE))
 
     def step() -> torch.Tensor:
         return model(input_ids=ids, labels=ids, shift_labels=ids, num_items_in_batch=ids.numel()).loss
 
-    with manage(model, compile=compile, precision=precision) as managed:
-        return by_sublayer(managed.profile(step).by_region)
+    sublayers = sublayers_of(model)
+    with manage(model, **options) as managed:
+        return by_sublayer(managed.profile(step).by_region, sublayers)
 
 
-def by_sublayer(saved: dict[str, int]) -> dict[str, int]:
+def sublayers_of(model: nn.Module) -> dict[str, str]:
+    """The sublayer of each module that a decoder layer calls, by paths."""
+    return {
+        f"{parts.path}.{name}": path
+        for parts in decoder_layers(model)
+        for names, path in ((parts.halves.first, parts.attention_path), (parts.halves.second, parts.block_path))
+        for name in names
+    }
+
+
+def by_sublayer(saved: dict[str, int], sublayers: dict[str, str]) -> dict[str, int]:
     """Bytes by sublayer, of bytes by region; what is in no layer is under ""."""
     found: dict[str, int] = {}
     for path, size in saved.items():
-        parts = path.removeprefix("base_model.model.").split(".")  # PEFT's
-        sublayer = ".".join(parts[:4]) if parts[:2] == ["model", "layers"] else ""
-        # The norm before a sublayer belongs to it.
-        sublayer = sublayer.replace("input_layernorm", "self_attn").replace("post_attention_layernorm", "mlp")
+        sublayer = next((within for module, within in sublayers.items() if f"{path}.".startswith(f"{module}.")), "")
+        sublayer = sublayer.removeprefix("base_model.model.")  # PEFT's
         found[sublayer] = found.get(sublayer, 0) + size
     return found
 
@@ -89,22 +105,50 @@ def assert_saves(trace: ModelTrace, real: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("family", "dtype"), cover([f for f in FAMILIES if f != "gpt_oss"], [torch.bfloat16, torch.float32])
+    ("family", "dtype", "attention"), cover(FAMILIES, [torch.bfloat16, torch.float32], ["sdpa", "eager"])
 )
-def test_saved_bytes_are_those_of_a_real_model(family: str, dtype: torch.dtype) -> None:
-    """Dense and MoE sublayers, latent attention and grouped, in two dtypes."""
-    trace, real = traced(family, dtype), really(family, dtype, "sdpa")
-    assert len(trace.layers) == 3
-    assert trace.shared > 0  # rotary tables
-    assert_saves(trace, real)
+def test_saved_bytes_and_parameters_are_those_of_a_real_model(family: str, dtype: torch.dtype, attention: str) -> None:
+    """Every family that the trainer takes. What layers share is saved by the first of those that read it: rotary tables, of which
+    some families have one for each kind of layer."""
+    attention = "eager" if family in NO_SDPA else attention
+    with torch.device("meta"):
+        meta = tiny_of(family, dtype, attention)
+    trace = trace_model(meta, Shape(SEQUENCE, BATCH, block=1, gpu=False))
+    model = tiny_of(family, dtype, attention)
+    assert weight_shapes(meta).total == sum(p.numel() for p in model.parameters())
+    real = of_a_step(model)
+    more = {
+        (id(layer), name): real.pop(f"model.layers.{number}.{name}") - part.saved
+        for number, layer in reversed(list(enumerate(trace.layers)))
+        for name, part in layer.sublayers
+    }
+    assert sum(more.values()) == trace.shared and min(more.values()) == 0
+    # The batch itself is among what the embedding and the loss save; the loss's targets are not held for backward.
+    assert real == {"": trace.embedding.saved + trace.head.saved}
 
 
-def test_saved_bytes_of_eager_attention_with_windows() -> None:
-    """GPT-OSS: layers with and without a sliding window are two kinds, which save as much."""
-    trace, real = traced("gpt_oss", attention="eager"), really("gpt_oss", torch.bfloat16, "eager")
+def test_layers_of_a_kind_are_traced_where_they_are() -> None:
+    """Qwen3-Next's fourth layer alone has attention, and its model chooses masks by the number of the layer."""
+    kinds = ["linear_attention", "linear_attention", "linear_attention", "full_attention"]
+    with torch.device("meta"):
+        model = build_tiny("qwen3_next", torch.bfloat16, num_hidden_layers=8, layer_types=kinds * 2)
+    trace = trace_model(model, Shape(SEQUENCE, BATCH, block=1, gpu=False))
+    assert [layer.names[0] for layer in trace.layers] == [*["linear_attn"] * 3, "self_attn"] * 2
     assert len(set(map(id, trace.layers))) == 2
-    found = sum(part.saved for layer in trace.layers for _, part in layer.sublayers) + trace.shared
-    assert found == sum(size for path, size in real.items() if path)
+    alone = trace_model(model, Shape(SEQUENCE, BATCH, block=1, gpu=False, ep=2, stages=True))
+    assert alone == trace_model(model, Shape(SEQUENCE, BATCH, block=1, gpu=False, ep=2, stages=True), trace)
+
+
+def test_code_that_needs_a_device_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def kernel(*_: Any, **__: Any) -> None:
+        raise RuntimeError("Expected x.is_cuda() to be true\nand more")
+
+    monkeypatch.setattr("transformers.models.lfm2_moe.modeling_lfm2_moe.causal_conv1d_fn", kernel)
+    with torch.device("meta"):
+        model = tiny_of("lfm2_moe", torch.bfloat16)
+    said = r"'model\.layers\.0\.conv' does not run on .* \(RuntimeError: Expected x\.is_cuda\(\) to be true\)$"
+    with pytest.raises(ValueError, match=said):
+        trace_model(model, Shape(SEQUENCE, BATCH))
 
 
 def test_masks_of_eager_attention_are_given_to_layers_though_none_saves_them() -> None:

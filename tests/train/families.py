@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tests.models.conftest import CAUSAL_LMS, MORE_FAMILIES, NOT_JUST_ADDED
+from tests.models.conftest import CAUSAL_LMS, MORE_FAMILIES, NOT_JUST_ADDED, build_tiny
 
 _VISION = {"glm4v_moe", "qwen3_vl_moe"}  # no causal language models
 _LOGITS_ONLY = {"jamba"}  # its router returns no ids
@@ -20,6 +20,11 @@ FAMILIES = tuple(_BY_TYPE)
 _WHOLE = {*NOT_JUST_ADDED, "granite", "llama", "mistral", "qwen2", "qwen3"}
 IN_GROUPS = tuple(family for family in FAMILIES if family not in _WHOLE)
 """Those that expert parallelism takes."""
+
+
+def tiny_of(family: str, dtype: Any, attention: str = "eager") -> Any:
+    """A model of `fields_of` four layers."""
+    return build_tiny(_BY_TYPE[family], dtype, **fields_of(family, 4), attn_implementation=attention)
 
 
 def has_router_loss(family: str) -> bool:

@@ -267,10 +267,13 @@ def _spans(log: Log) -> Iterator[list[Op | Freed | Mark]]:
 
 
 def _in_memory(reads: Sequence[int], inlined: Mapping[int, Op]) -> set[int]:
-    found: set[int] = set()
-    for n in reads:
-        found |= _in_memory(inlined[n].reads, inlined) if n in inlined else {n}
-    return found
+    seen, waiting = set(reads), list(reads)  # each once: a recurrence has more ways back than a plan has time
+    while waiting:
+        op = inlined.get(waiting.pop())
+        new = set(op.reads) - seen if op is not None else set()
+        seen |= new
+        waiting += new
+    return seen - inlined.keys()
 
 
 def _entries(order: Sequence[_Kernel], inlined: Mapping[int, Op]) -> Iterator[Op | Freed | Mark]:

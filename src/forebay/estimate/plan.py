@@ -36,6 +36,7 @@ from forebay.estimate.trace_cache import ModelFacts, TraceCache
 from forebay.estimate.types import Shape
 from forebay.models.catalog import PUBLISHED, find
 from forebay.models.placements import split_stash
+from forebay.models.router import RouterStats
 from forebay.policy import PLACEMENTS, Claim, PolicyError, format_bytes, is_inside, refuse_containers, resolve
 from forebay.train.hf_io import declared_by
 from forebay.train.model_checks import positions_of
@@ -425,8 +426,10 @@ def _estimator(
     declared = traces.declared(c)
     text, routing = declared.get_text_config(), EvenRouting.of(declared)
     facts = traces.facts(c)
+    if routing.experts and sharing.trainer:
+        _check_routers(facts.model)
     called = why_called(c, sharing.gpu, routing.experts)
-    notes = _model_notes(c, facts.attention, routing.experts)
+    notes = _model_notes(c, facts.attention, routing.experts, skew)
     placements, light, whole = dict[str, str](), set[int](), set[int]()
     if auto is None:
         claims = _claims(c, facts)
@@ -464,6 +467,14 @@ def _estimator(
         budget=budget,
         auto=auto,
     ), notes
+
+
+def _check_routers(model: Any) -> None:
+    """Raise UsageError for routers that `forebay train` refuses."""
+    try:
+        RouterStats(model)
+    except ValueError as error:
+        raise UsageError(f"model.family: {error}") from error
 
 
 def _mask_bytes(config: Config, text: Any, shape: Shape, microbatches: int) -> int:
@@ -589,10 +600,12 @@ def _light_experts(config: Config, paths: Sequence[str]) -> list[str]:
     return [p for p in paths if p.endswith(".experts") and outside and memory.recompute == "light" and ours]
 
 
-def _model_notes(config: Config, attention: str, experts: int) -> list[str]:
+def _model_notes(config: Config, attention: str, experts: int, skew: float) -> list[str]:
     notes = []
     if not experts:
         notes.append("A dense model: it has no experts.")
+    if skew != 1 and config.parallel.ep == 1:
+        notes.append("A skew changes nothing here: processes do not share experts (parallel.ep = 1).")
     if attention == "eager" and config.model.attention != "eager":
         notes.append(f"Attention is counted as eager, which saves more than {config.model.attention}.")
     return notes

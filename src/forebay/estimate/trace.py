@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 from transformers import masking_utils
 
+from forebay.errors import first_line
 from forebay.estimate.events import cut_nearest, head_events, part_events
 from forebay.estimate.fake_model import GpuFunctions, fuse_sinks, make_fake
 from forebay.estimate.op_costs import address
@@ -129,6 +130,16 @@ def _masks_by_sizes() -> Iterator[None]:
         patch.object(masking_utils, "find_packed_sequence_indices", lambda _: None),
     ):
         yield
+
+
+@contextmanager
+def _named(path: str) -> Iterator[None]:
+    """Raises ValueError with the path of a part whose code fails, as kernels do that need a device, or values of tensors."""
+    try:
+        yield
+    except Exception as error:
+        why = f"{type(error).__name__}: {first_line(error)}"
+        raise ValueError(f"{path!r} does not run on tensors without a device and values ({why})") from error
 
 
 def _with_layers(model: Any, numbers: list[int]) -> Any:
@@ -378,11 +389,11 @@ class TraceRun:
         if leaf is not None:
             recorder.mark_input(leaf)
             if not self.shape.compiled and path not in self._forward_only:
-                no_grad = self._without_graph(leaf, run, forget)
+                no_grad = self._without_graph(path, leaf, run, forget)
         self._restart()
         at = len(recorder.log)
         saved: dict[StorageWeakRef, _Saved] = {}
-        with saved_tensors_hooks(partial(self._pack, saved), lambda tensor: tensor):
+        with saved_tensors_hooks(partial(self._pack, saved), lambda tensor: tensor), _named(path):
             output = run() if leaf is None else run(leaf)
         held = [storage for reference, storage in saved.items() if not reference.expired()]
         sizes = {number: size for number, size, _ in held}
@@ -426,9 +437,9 @@ class TraceRun:
         self._recorder.experts_inputs = {}
         self._recorder.tally.take()
 
-    def _without_graph(self, x: Tensor, run: Callable[..., Tensor], forget: Callable[[], None]) -> Log:
+    def _without_graph(self, path: str, x: Tensor, run: Callable[..., Tensor], forget: Callable[[], None]) -> Log:
         log, at = self._recorder.log, len(self._recorder.log)
-        with torch.no_grad():
+        with torch.no_grad(), _named(path):
             run(x)
         found = log[at:]
         forget()

@@ -26,6 +26,9 @@ from forebay.pipeline.peer_links import slots_and_words, slots_of
 from forebay.pipeline.schedule import make_plan
 from forebay.train import hf_io
 
+MOST_LAYERS = 1024
+"""Layers of a model that is planned. One of them makes no tensors, and still takes half a megabyte and 6 ms."""
+
 
 @dataclass(frozen=True)
 class ModelFacts:
@@ -70,14 +73,25 @@ class TraceCache:
         return self._declared[key]
 
     def facts(self, config: Config) -> ModelFacts:
-        """Raises UsageError for attention that the family does not support, or layers of an unknown family."""
+        """Raises UsageError for attention that the family does not support, for more layers than are planned, or for layers of an
+        unknown family."""
         key = _key(config)
         if key not in self._facts:
-            model, attention = _skeleton(config.model, self.declared(config), self._adapt)
+            declared = self.declared(config)
+            if (layers := declared.get_text_config().num_hidden_layers) > MOST_LAYERS:
+                raise UsageError(
+                    f"num_hidden_layers = {layers} are more than a plan takes; valid is at most {MOST_LAYERS}"
+                )
+            model, attention = _skeleton(config.model, declared, self._adapt)
             try:
                 sublayers = [path for y in decoder_layers(model) for path in (y.attention_path, y.block_path)]
             except UnknownLayerError as error:
                 raise UsageError(f"the layers of this model cannot be planned: {error}") from error
+            base = model.get_submodule(model.base_model_prefix)
+            absent = [name for name in ("layers", "embed_tokens") if not hasattr(base, name)]
+            if absent or not sublayers:
+                what = " and no ".join(absent or ["layers of two sublayers"])
+                raise UsageError(f"the layers of this model cannot be planned: {type(base).__name__} has no {what}")
             paths, prefix = tuple(called_paths(model)), layers_path(model)
             self._facts[key] = ModelFacts(model, weight_shapes(model), paths, prefix, sublayers, attention)
         return self._facts[key]

@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 import forebay
-from forebay.memory.overrides import setting
+from forebay.memory.overrides import is_managed, setting
 from forebay.models.hf_experts import register
 from forebay.moe.dispatch import LocalDispatcher
 from forebay.policy import PolicyError
@@ -165,6 +165,14 @@ def test_what_a_family_does_not_have_falls_back_with_one_warning(policy, name, l
             assert equal(loss_and_gradients(model, tokens), expected)
     (message,) = [str(w.message) for w in warned if w.category is UserWarning]
     assert all(part in message for part in says)
+
+
+@pytest.mark.parametrize(("family", "name"), [("qwen3", "norm"), ("lfm2_moe", "embedding_norm")])
+def test_the_last_norm_is_compiled_whatever_it_is_called(family: str, name: str) -> None:
+    model = build_tiny(family)
+    with forebay.manage(model, compile=True):
+        assert is_managed(getattr(model.model, name))
+    assert not is_managed(getattr(model.model, name))
 
 
 def test_experts_of_another_activation_stay_the_models_own(tokens):

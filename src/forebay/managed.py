@@ -29,7 +29,14 @@ from forebay.memory.step import StepReport
 from forebay.memory.timeline import Plan
 from forebay.models.blocks import Sublayers, install_sublayers
 from forebay.models.compile import compile_sublayer
-from forebay.models.families import UnknownLayerError, absent_layers, has_decoder_layers, innermost, moe_blocks
+from forebay.models.families import (
+    UnknownLayerError,
+    absent_layers,
+    final_norm,
+    has_decoder_layers,
+    innermost,
+    moe_blocks,
+)
 from forebay.models.fused_loss import install_fused_loss
 from forebay.models.hf_experts import (
     experts_modules,
@@ -456,7 +463,11 @@ def _run_sinks_on_flex(model: nn.Module, sublayers: Sublayers, fallbacks: list[s
 
 def _compile_final_norm(model: nn.Module) -> Callable[[], None]:
     """Compile the norm before the head: it then saves its input and one number a row instead of fp32 copies."""
-    norm = getattr(getattr(model, getattr(model, "base_model_prefix", ""), None), "norm", None)
+    base = getattr(model, getattr(model, "base_model_prefix", ""), None)
+    try:
+        norm = getattr(base, final_norm(base)) if isinstance(base, nn.Module) else None
+    except ValueError:  # a base model of another build
+        norm = None
     if norm is None or is_patched(norm) or is_managed(norm):
         return lambda: None
     compiled = compile_sublayer(type(norm).forward)

@@ -38,7 +38,9 @@ def really(model: Any, theirs: bool) -> dict[str, int]:
             return model(input_ids=ids, labels=labels, shift_labels=labels, num_items_in_batch=ids.numel()).loss
 
     options: dict[str, Any] = {"experts": None, "loss": None} if theirs else {}
-    sublayers = sublayers_of(model)
+    sublayers = sublayers_of(
+        getattr(model, "get_base_model", lambda: model)()
+    )  # PEFT's wrapper has no regions of its own
     with manage(model, **options) as managed:
         return by_sublayer(managed.profile(step).by_region, sublayers)
 

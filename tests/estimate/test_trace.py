@@ -81,7 +81,6 @@ def by_sublayer(saved: dict[str, int], sublayers: dict[str, str]) -> dict[str, i
     found: dict[str, int] = {}
     for path, size in saved.items():
         sublayer = next((within for module, within in sublayers.items() if f"{path}.".startswith(f"{module}.")), "")
-        sublayer = sublayer.removeprefix("base_model.model.")  # PEFT's
         found[sublayer] = found.get(sublayer, 0) + size
     return found
 

@@ -286,8 +286,12 @@ def test_plan_of_a_published_model_and_of_a_folder(run: Run, tmp_path: Path) -> 
     code, out, error = run("plan", str(tmp_path), "--gpus", "8", "--json")
     assert code == 0, error
     assert json.loads(out)["fit"] == by_name["fit"]
-    code, out, _ = run("plan", "olmoe-1b-7b", "--gpus", "8", "--budget", "12GiB")
-    assert code == 3 and "Does not fit" in out
+    assert by_name["settings"]["parallel.reduce"] == "microbatch"
+    for budget in ("12GiB", "1GiB"):  # the latter is below the parameters
+        code, out, _ = run("plan", "olmoe-1b-7b", "--gpus", "8", "--budget", budget)
+        assert code == 3 and "Does not fit" in out
+    code, out, _ = run("plan", "olmoe-1b-7b")
+    assert code == 0 and "Fast path: one CUDA graph a step" in out and "parallel.reduce" not in out
 
 
 def test_a_published_model_in_a_file(plan: Plan) -> None:

@@ -310,7 +310,7 @@ def fit_run(
 
     Raises:
         UsageError: a model that cannot be traced, experts that the processes do not divide, a pattern that matches nothing, a
-            placement that the run's engine refuses, or a budget below the parameters alone.
+            placement that the run's engine refuses, or a budget without its unit.
     """
     traces = traces or TraceCache()
     asked = config if auto is None else unplaced(config)
@@ -337,7 +337,7 @@ def fit_run(
     if over := [rank.over for rank in ranks if rank.over]:
         notes.append(f"No placements were found that are within the budget; the nearest exceed it: {', '.join(over)}.")
     fits = tuple(rank.fit for rank in ranks)
-    _check_parameters(fits, budget)
+    _check_unit(budget, max(fits, key=lambda rank: rank.parameters))
     step = None
     if device is not None and len(ranks) == config.parallel.pp:
         stall = max(rank.stall for rank in ranks)
@@ -394,13 +394,12 @@ def _estimates(
     return found
 
 
-def _check_parameters(fits: Sequence[RankFit], budget: int | None) -> None:
-    most = max(fits, key=lambda r: r.parameters)
-    if budget is not None and most.parameters > budget:
-        unit = ", such as 80GiB: a number alone is in bytes" if budget < 1 << 20 else ""
+def _check_unit(budget: int | None, most: RankFit) -> None:
+    """Raise UsageError for a budget below 1 MiB and a rank's parameters: its unit was left out."""
+    if budget is not None and budget < min(most.parameters, 1 << 20):
         raise UsageError(
             f"a budget of {format_bytes(budget)} is below the parameters alone: rank {most.rank} holds "
-            f"{format_bytes(most.parameters)} of them; valid is more than that{unit}"
+            f"{format_bytes(most.parameters)} of them; valid is more than that, such as 80GiB: a number alone is in bytes"
         )
 
 

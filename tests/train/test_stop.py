@@ -193,6 +193,7 @@ def run_out_of_memory(command: list[str], ranks: list[int], waits: bool) -> int:
 
     Trainer.step = out  # type: ignore[method-assign]
     loop.usable_bytes = lambda device: 1 << 40  # enough for the plan, so that its advice is quick
+    loop._SILENT = 60  # however slow this machine plans
     if waits:
         loop._SILENT = loop._PLANNING = 0.5
         cli._what_fits = lambda *_: time.sleep(300)  # type: ignore[assignment, return-value]

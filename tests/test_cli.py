@@ -499,6 +499,33 @@ def test_a_plan_as_a_program(config: str) -> None:
     assert json.loads(done.stdout)["fit"]["fits"] is False
 
 
+@pytest.mark.parametrize("more", [[], ["--debug"]])
+def test_a_run_that_fails_ends_whatever_its_threads_do(config: str, tmp_path: Path, more: list[str]) -> None:
+    """As one that waits for another process."""
+    program = """
+import threading
+from forebay import cli
+from forebay.train.trainer import Trainer
+
+def fails(*_):
+    threading.Thread(target=threading.Event().wait).start()
+    raise ZeroDivisionError("surprise")
+
+Trainer.step = fails
+cli.program()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program, "train", config, *more],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[1]), "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert done.returncode == 1 and "ZeroDivisionError: surprise" in done.stderr
+    assert ("Traceback" in done.stderr) == bool(more) and f"run {tmp_path / 'run'}" in done.stdout
+
+
 def test_a_reader_that_goes_away(config: str) -> None:
     """The whole program, `python -m forebay`: its interpreter flushes once more when it ends."""
     process = subprocess.Popen(

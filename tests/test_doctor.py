@@ -93,6 +93,17 @@ def test_a_broken_check_hides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "symmetric memory" in findings
 
 
+def test_modules_without_a_package_hide_no_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder of a package's name, and a module that is used where it was built."""
+    (tmp_path / "folder_of_this_name").mkdir()
+    (tmp_path / "built_here").mkdir()
+    (tmp_path / "built_here" / "__init__.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    folder, module = (doctor._package(name, "something") for name in ("folder_of_this_name", "built_here"))
+    assert (folder.has, folder.value) == (False, "not installed")
+    assert module.has is True and module.value.startswith("version unknown")
+
+
 def test_no_compiler_is_found_out(monkeypatch: pytest.MonkeyPatch) -> None:
     def none(_: str) -> None:
         raise RuntimeError("no compiler")

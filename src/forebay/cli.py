@@ -49,7 +49,11 @@ def program() -> NoReturn:
     plans = options.command == "plan"
     if plans:
         gc.disable()  # the collector takes a fifth of a plan's time, and almost everything lives until the end
-    code = _run_command(options)
+    try:
+        code = _run_command(options)
+    except Exception as error:  # --debug
+        traceback.print_exception(error)
+        code = exit_code_of(error)
     # A process of a run that failed has threads, and a device, that may wait for the other processes.
     if plans or (code and options.command in ("train", "profile")):
         with suppress(OSError):  # `main` has said so

@@ -159,9 +159,14 @@ def _packages() -> list[Finding]:
 def _package(module: str, enables: str, name: str = "") -> Finding:
     """Whether a module is there, and the version of the package `name` (default: the module's name) that has it."""
     name = name or module
-    if importlib.util.find_spec(module) is None:
+    spec = importlib.util.find_spec(module)
+    if spec is None or spec.origin is None:  # a folder of that name, such as W&B's in the working directory
         return Finding(name, False, "not installed", enables)
-    return Finding(name, True, rated(name, metadata.version(name)), enables)
+    try:
+        version = rated(name, metadata.version(name))
+    except metadata.PackageNotFoundError:
+        version = "version unknown: imported from a folder in which it was not installed"
+    return Finding(name, True, version, enables)
 
 
 def rated(name: str, version: str) -> str:

@@ -183,7 +183,7 @@ def test_a_validation_leaves_the_time_of_a_save() -> None:
     assert watch.leaves_only_saves
 
 
-def run_out_of_memory(command: list[str], ranks: list[int], waits: bool) -> int:
+def run_out_of_memory(command: list[str], ranks: list[int], waits: bool, seconds: float = 0.5) -> int:
     def out(self: Trainer, number: int) -> Any:
         # As a dispatcher in symmetric memory closes: the process that goes on does not come.
         self.dispatcher.close = partial(dist.barrier, self.mesh.expert_group)  # type: ignore[union-attr, method-assign]
@@ -193,8 +193,9 @@ def run_out_of_memory(command: list[str], ranks: list[int], waits: bool) -> int:
 
     Trainer.step = out  # type: ignore[method-assign]
     loop.usable_bytes = lambda device: 1 << 40  # enough for the plan, so that its advice is quick
+    loop._SILENT = 60  # however slow this machine plans
     if waits:
-        loop._SILENT = loop._PLANNING = 0.5
+        loop._SILENT = loop._PLANNING = seconds
         cli._what_fits = lambda *_: time.sleep(300)  # type: ignore[assignment, return-value]
     return main(command)
 
@@ -216,3 +217,14 @@ def test_all_processes_leave_with_the_code_of_the_one_that_is_out_of_memory(
     assert codes == [DoesNotFit.exit_code] * 2 == [3, 3], error
     assert f"forebay: CUDA out of memory; {advice}" in error
     assert error.count("forebay: out of memory; the planner looks for what fits") == waits
+
+
+def test_advice_comes_before_the_others_time_out(tmp_path: Path) -> None:
+    """With a timeout that is shorter than the planner may take otherwise."""
+    job = Job(tmp_path / "short", 2, timeout=20, train={"steps": STEPS})
+    try:
+        job.start(run_out_of_memory, [1], True, 60.0)
+        codes, _, error = job.ended()
+    finally:
+        job.kill()
+    assert codes == [3, 3] and "forebay: CUDA out of memory; the planner has no advice after 10 s" in error, error

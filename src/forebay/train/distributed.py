@@ -27,8 +27,8 @@ from forebay.train.world import ALONE, World
 
 T = TypeVar("T")
 _ALL_FAILED = "forebay/all-failed"
-# Keys that processes may differ in: what is where on a machine, what only one process reads, and how data is named, as the tokens
-# themselves are compared.
+# Keys that processes may differ in: what is where on a machine and how much it has, what only one process reads, and how data is
+# named, as the tokens themselves are compared.
 _OF_MACHINE: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
         "model": ("path",),

@@ -177,7 +177,7 @@ def _joined(
         _join(config, world) as mesh,
         _reported_once(mesh),
         _heartbeat(config, mesh, advice) as heart,
-        _advising_memory(mesh, what_fits),
+        _advising_memory(mesh, what_fits, config.parallel.timeout / 4 if mesh.size > 1 else math.inf),
         _naming_lost(heart, advice),
     ):
         yield mesh
@@ -233,21 +233,27 @@ def _naming_lost(heart: Heartbeat | None, advice: Callable[[], str]) -> Iterator
 
 
 @contextmanager
-def _advising_memory(mesh: Mesh, what_fits: Callable[[int], str] | None) -> Iterator[None]:
-    """Context that turns a lack of memory into `DoesNotFit`, with advice if it is the device's."""
+def _advising_memory(mesh: Mesh, what_fits: Callable[[int], str] | None, patience: float) -> Iterator[None]:
+    """Context that turns a lack of memory into `DoesNotFit`, with advice if it is the device's. `patience`: see `_advice`."""
     try:
         yield
     except MemoryError as error:
         raise DoesNotFit(f"the host is out of memory: {first_line(error)}") from error
     except torch.OutOfMemoryError as error:
-        advice = "" if what_fits is None else _advice_of_first(mesh, partial(_advice, what_fits, mesh))
+        advice = "" if what_fits is None else _advice_of_first(mesh, partial(_advice, what_fits, mesh, patience))
         raise DoesNotFit("; ".join(filter(None, (first_line(error), advice)))) from error
 
 
-def _advice(what_fits: Callable[[int], str], mesh: Mesh) -> str:
-    """What `what_fits` returns; a plan that takes too long, or fails, does not hold up or replace the error that it is for."""
+def _advice(what_fits: Callable[[int], str], mesh: Mesh, patience: float) -> str:
+    """What `what_fits` returns; a plan that takes too long, or fails, does not hold up or replace the error that it is for.
+
+    Args:
+        patience: seconds of each of the two waits at most: the collectives of processes that have memory time out meanwhile, and
+            would report that.
+    """
     found: list[str] = []
     budget = usable_bytes(mesh.device)
+    silent, planning = min(_SILENT, patience), min(_PLANNING, patience)
 
     def plan() -> None:
         try:
@@ -257,11 +263,11 @@ def _advice(what_fits: Callable[[int], str], mesh: Mesh) -> str:
 
     thread = threading.Thread(target=plan, daemon=True)
     thread.start()
-    thread.join(_SILENT)
+    thread.join(silent)
     if thread.is_alive():
         print("forebay: out of memory; the planner looks for what fits", file=sys.stderr, flush=True)
-        thread.join(_PLANNING)
-    late = f"the planner has no advice after {_PLANNING:.0f} s; forebay plan --auto may find some"
+        thread.join(planning)
+    late = f"the planner has no advice after {silent + planning:.0f} s; forebay plan --auto may find some"
     return found[0] if found else late
 
 

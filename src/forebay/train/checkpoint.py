@@ -224,12 +224,13 @@ class Checkpoints:
             raise RunError(f"the last checkpoint could not be written by process {failed.index(True)}")
         return commit.result()
 
-    def close(self) -> BaseException | None:
-        """Wait for a save under way, if not for the other processes, and free its memory; returns the error of a failed one."""
+    def close(self, free: bool = True) -> BaseException | None:
+        """Wait for a save under way, if not for the other processes, and free its memory; returns the error of a failed one.
+        `free`: give the memory back before the process ends."""
         commit, self._commit = self._commit, None
         if commit is not None and commit.ident is not None:
             commit.join()
-        if self._copies is not None:
+        if self._copies is not None and free:
             self._copies.free()
         return None if commit is None else commit.error
 

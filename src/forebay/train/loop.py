@@ -333,13 +333,14 @@ class _TrainingRun:
         try:
             folder = self._run()
         except Exception:
-            self._close()
+            self._close(failed=True)
             raise
         self._close()
         return folder
 
-    def _close(self) -> None:
-        lost = self.checkpoints.close()
+    def _close(self, failed: bool = False) -> None:
+        # To unlock pages waits for the device, which after a failure may wait for another process.
+        lost = self.checkpoints.close(free=not failed or self.mesh.size == 1)
         if lost is not None and self.mesh.world.is_main:
             self.console.print(str(lost), soft_wrap=True, markup=False)  # gloo's texts name files in brackets
 

@@ -25,14 +25,14 @@ BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 PAGED = {"policy": {"*.mlp.experts": "stash"}}
 
 
-def step(
+def planned(
     model: dict[str, Any],
     world: int,
     parallel: dict[str, Any],
     memory: dict[str, Any] | None = None,
     device: DeviceProfile | str = "h200",
     **train: Any,
-) -> StepTime:
+) -> Fit:
     config = from_mapping(
         {
             "model": {"dtype": "float32", "compute": "bfloat16", **model},
@@ -43,9 +43,14 @@ def step(
         },
         origin="a test",
     )
-    found = fit_run(
+    return fit_run(
         config, plan_layers(config, world), world, device=load(device) if isinstance(device, str) else device
-    ).step
+    )
+
+
+def step(*arguments: Any, **keywords: Any) -> StepTime:
+    """See `planned`."""
+    found = planned(*arguments, **keywords).step
     assert found is not None
     return found
 
@@ -274,21 +279,11 @@ def test_devices_differ() -> None:
 def test_placements_cost_what_the_step_takes_longer(graph: bool, policy: str) -> None:
     """Also where the host's launches take longest, which offloaded tensors add to."""
 
+    sizes = {"hidden_size": 1024, "num_hidden_layers": 2, "vocab_size": 512, "num_experts": 8}
+
     def fit(policy: str) -> Fit:
-        config = from_mapping(
-            {
-                "model": {
-                    "family": "qwen3_moe",
-                    "config": {"hidden_size": 1024, "num_hidden_layers": 2, "vocab_size": 512, "num_experts": 8},
-                    "dtype": "float32",
-                    "compute": "bfloat16",
-                },
-                "train": {"batch": 3, "microbatch": 1, "sequence": 4096},
-                "device": {"type": "cuda"},
-                "memory": {"graph": graph, "policy": policy},
-            }
-        )
-        return fit_run(config, plan_layers(config, 1), 1, device=load("h200"))
+        memory = {"compile": False, "graph": graph, "policy": policy}
+        return planned({"family": "qwen3_moe", "config": sizes}, 1, {"reshard": "auto"}, memory, batch=3)
 
     kept, placed = fit("keep").step, fit(policy)
     assert kept is not None and placed.step is not None

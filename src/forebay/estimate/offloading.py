@@ -71,7 +71,7 @@ class OffloadManager:
         self.before = 0
         self.plan: Plan | None = None
         self._steps = 0
-        # Of one step, from which plans are made. Embedding and head are not regions: their time is added to the event before.
+        # What plans are made from, of one step. The time of embedding and head, which are no regions, is in the event before.
         self._figures: dict[Key, CallFigures] = {}
         self._events: list[tuple[str, Key, float]] = []
         self._paths: set[str] = set()  # of the regions that are offloaded

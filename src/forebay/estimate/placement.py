@@ -208,11 +208,9 @@ class ChoiceCosts:
         """The same placement for all attention and for all MLPs, or all choices if they are few; the cheapest first. A policy may
         say the former, so they are allowed: where the run may not wait, its manager offloads less, as the walk does."""
         uniform = {self._uniform(dict(zip((True, False), two, strict=True))) for two in product(PLACEMENTS, repeat=2)}
-        if prod(map(len, self._sublayers)) <= _FEW:
-            found = set(product(*(range(len(options)) for options in self._sublayers)))
-        else:
-            found = uniform
-        return sorted({*filter(self._allowed, found), *uniform}, key=self.order)
+        few = prod(map(len, self._sublayers)) <= _FEW
+        every = product(*(range(len(options)) for options in self._sublayers)) if few else ()
+        return sorted({*uniform, *filter(self._allowed, every)}, key=self.order)
 
     def fronts(self) -> list[list[Chosen]]:
         """Choices from keeping everything to holding as little as possible: each costs more and holds less than the one before.

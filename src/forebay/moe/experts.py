@@ -131,7 +131,7 @@ def experts(
     Glu(activation, interleaved, alpha, limit)
     if precision not in ("exact", "fp8"):
         raise ValueError(f"precision must be 'exact' or 'fp8', got {precision!r}")
-    # Of a number alone: the comparison would be a guard on a SymInt.
+    # A number is checked, a SymInt is not: the comparison would become a guard.
     if not torch.compiler.is_compiling() and isinstance(max_rows, int) and max_rows < 0:
         raise ValueError(f"max_rows must be at least 0, or None for T*K, got {max_rows}")
     defers = deferred is not None and (gate_up.requires_grad or down.requires_grad)

@@ -36,10 +36,10 @@ from forebay.errors import RunError, first_line
 from forebay.train.distributed import on_all, on_main, rank_and_size
 from forebay.train.durable import digest_of, make_folder, sync, sync_tree, write_synced
 from forebay.train.generators import host_states, torch_states
-from forebay.train.remote import MANIFEST, NAME, RemoteFolder
+from forebay.train.remote import MANIFEST, NAME, PREFIX, RemoteFolder
 from forebay.train.staging import HostCopies
 
-PREFIX, _PARTIAL = "step-", ".partial-"
+_PARTIAL = ".partial-"
 _BEFORE = "-before"  # suffix of a checkpoint while its step is saved again
 
 

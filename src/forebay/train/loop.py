@@ -56,6 +56,7 @@ from forebay.train.pipeline_profile import PipelineProfile, profile_ranks
 from forebay.train.remote import RemoteFolder, open_checked
 from forebay.train.run_folder import PROFILE, RESULT, RUN, Start, claim_start, unwritable, write_result
 from forebay.train.stop import StopRequest, TimeLimit
+from forebay.train.tokenizer import folder_of
 from forebay.train.trainer import Trainer
 
 # Settings that the order of the data depends on: a resumed run with another value would skip or repeat text.
@@ -147,11 +148,10 @@ def export(run: Path, out: Path) -> tuple[Path, str]:
     model = hf_io.from_folder_config(path / "model", getattr(torch, config.model.dtype))
     restore.load(path, model)
     source = Path(config.model.path).expanduser() if config.model.path else None
-    named = config.data.tokenizer
-    tokenizer = None if named == "bytes" else Path(named).expanduser()
+    tokenizer = folder_of(config.data.tokenizer)
     missing = tokenizer is not None and not tokenizer.is_dir()
     hf_io.save(model, out, None if missing else tokenizer, source)
-    return path, named if missing else ""
+    return path, config.data.tokenizer if missing else ""
 
 
 def _join(config: Config, world: World) -> Mesh:

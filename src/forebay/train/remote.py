@@ -20,7 +20,8 @@ from forebay.train.distributed import on_all, rank_and_size
 
 T = TypeVar("T")
 MANIFEST = "manifest.json"
-NAME = re.compile(r"step-\d{8,}")
+PREFIX = "step-"
+NAME = re.compile(rf"{PREFIX}\d{{8,}}")
 """Names of a run's checkpoints. Copies that somebody made have others: whole or not, they are not the run's to remove."""
 
 

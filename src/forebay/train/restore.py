@@ -31,7 +31,6 @@ from torch.distributed.checkpoint.state_dict import (
 
 from forebay.errors import RunError, UsageError, first_line
 from forebay.train.checkpoint import (
-    PREFIX,
     Checkpoints,
     by_parameter,
     cause_of,
@@ -42,7 +41,7 @@ from forebay.train.checkpoint import (
 from forebay.train.distributed import on_all, rank_and_size
 from forebay.train.durable import digest_of
 from forebay.train.generators import seed_all, set_host_states, torch_states
-from forebay.train.remote import MANIFEST
+from forebay.train.remote import MANIFEST, PREFIX
 
 # Keys of a model's configuration that change no forward of it, or only those of training.
 _MAY_CHANGE = re.compile(

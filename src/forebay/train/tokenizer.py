@@ -37,9 +37,9 @@ def load_tokenizer(name: str) -> Tokenizer:
         UsageError: the folder does not exist or holds no tokenizer.
         RunError: a file of it cannot be read.
     """
-    if name == "bytes":
+    folder = folder_of(name)
+    if folder is None:
         return Tokenizer("bytes", 257, BYTES_END, lambda raw: np.frombuffer(raw, dtype=np.uint8).astype(np.int64))
-    folder = Path(name).expanduser()
     if not folder.is_dir():
         raise UsageError(f"data.tokenizer = {name!r} is neither 'bytes' nor a folder with a Hugging Face tokenizer")
     from transformers import AutoTokenizer
@@ -67,6 +67,11 @@ def load_tokenizer(name: str) -> Tokenizer:
     # Ids may have gaps, as where tokens were removed or added ones begin at a round number.
     vocabulary = max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=-1))
     return Tokenizer(name, vocabulary, tokenizer.eos_token_id, encode, folder)
+
+
+def folder_of(name: str) -> Path | None:
+    """The folder that ``data.tokenizer`` names; None for ``"bytes"``."""
+    return None if name == "bytes" else Path(name).expanduser()
 
 
 def hash_files(files: Iterable[Path]) -> str:

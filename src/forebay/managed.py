@@ -205,7 +205,9 @@ def manage(
             a recomputed region's inputs, and ``stash`` for the experts of MoE layers with a `dispatcher`); later rules win.
             Experts may be recomputed inside an offloaded sublayer (if compiled: with a `dispatcher`) if `recompute` is
             "light", so that fewer bytes are copied. Or one placement for every region; or ``"auto"``, which needs a budget.
-        budget: bytes, or text such as ``"6GiB"``: how far a step's peak may rise over the memory held before it.
+        budget: bytes, or text such as ``"6GiB"``: how far a step's peak may rise over the memory held before it. "auto" chooses
+            placements within it. With regions placed ``offload`` it is a check: their plan keeps within it, or raises
+            BudgetError. Other policies take none.
         compile: compile the sublayers of the decoder layers, so that autograd saves fewer tensors.
         attention: ``"flex"`` runs attention with sinks (GPT-OSS), which transformers runs eagerly, on torch's compiled
             `flex_attention`, with `compile` and on a GPU; all other attention stays the model's own. None leaves all of it.
@@ -228,7 +230,7 @@ def manage(
 
     Raises:
         PolicyError: an invalid policy, budget or option.
-        BudgetError: (in a later step) no placement meets the budget; names the smallest that can be met.
+        BudgetError: (in a later step) no placement, or not this policy, meets the budget; names the smallest that can be met.
         ValueError: layers or experts that `compile` or `dispatcher` do not support, a decoder layer whose forward is replaced,
             or a model that is managed already.
         TypeError: the model is not a module.

@@ -150,7 +150,8 @@ class Optimizer:
 
 @dataclass(frozen=True)
 class Schedule:
-    """[schedule]: the learning rate by step; see `forebay.train.trainer`."""
+    """[schedule]: the learning rate by step: a linear warm-up to `optimizer.lr`, then half a cosine down to `minimum` of it,
+    a constant with a linear decay to `minimum` at the end (warm-up, stable, decay), or a constant."""
 
     kind: str = key("cosine", "Shape of the curve after the warm-up.", choices=("cosine", "wsd", "constant"))
     warmup: int = key(0, "Steps of the warm-up; a shorter run ends within it.", low=0)
@@ -173,7 +174,12 @@ class Memory:
         "'fit' offloads as much as the link to the host carries without making the GPU wait, 'all' as much as possible.",
         choices=("fit", "all"),
     )
-    recompute: str = key("light", "The part of an MoE sublayer that 'recompute' repeats.", choices=RECOMPUTE_MODES)
+    recompute: str = key(
+        "light",
+        "What 'recompute' repeats of an MoE sublayer: 'light' the experts' first GEMM, 'full' everything, 'save-dispatch' "
+        "everything but the dispatch of tokens.",
+        choices=RECOMPUTE_MODES,
+    )
     pages: str | int = key(
         "", "Device memory for the pages of 'stash'; the rest goes to the host. '' is as much as a step needs."
     )

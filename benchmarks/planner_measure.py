@@ -73,53 +73,88 @@ WARM, MOST, TIMED, TRACED = 2, 64, 7, 3
 _QUIET = {"TORCHINDUCTOR_COMPILE_THREADS": "8"}
 
 
-@dataclass
-class Group:
-    """The `gpus` of one run after the other, and the processes of the current run and of the next. Owns the processes."""
+class Workers:
+    """Processes that have imported everything and wait for a run, one for each GPU of each run.
 
-    gpus: tuple[int, ...]
-    parts: Path
-    logs: Path
-    entry: Entry | None = None
-    processes: list[subprocess.Popen[str]] = field(default_factory=list)
-    ready: list[subprocess.Popen[str]] = field(default_factory=list)  # have imported everything, and wait
-    began: float = 0.0
-    limit: float = 0.0
-    reserved: int | None = None
+    They are all there before the first run: processes that import beside a called step make it longer (GPT-OSS with EP 2 on two
+    H200s: 246 ms alone, 308 beside two imports).
+    """
 
-    def prepare(self) -> None:
-        """Start the processes of the next run."""
-        self.ready = self.ready or [self._process(rank) for rank in range(len(self.gpus))]
+    def __init__(self, number: int, parts: Path, logs: Path):
+        self._parts, self._logs = parts, logs
+        self._waiting = [self._process(n) for n in range(number)]
 
-    def _process(self, rank: int) -> subprocess.Popen[str]:
-        environment = {**_QUIET, **os.environ, "PYTHONUNBUFFERED": "1"}
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, self.gpus))
-        if (world := len(self.gpus)) > 1:
-            environment |= {
-                "RANK": str(rank),
-                "WORLD_SIZE": str(world),
-                "LOCAL_RANK": str(rank),
-                "MASTER_ADDR": "127.0.0.1",
-            }
-        command = [sys.executable, str(Path(__file__)), "--parts", str(self.parts)]
-        with (self.logs / f"gpus-{'-'.join(map(str, self.gpus))}.rank{rank}.log").open("a") as out:
+    def _process(self, number: int) -> subprocess.Popen[str]:
+        command = [sys.executable, str(Path(__file__)), "--parts", str(self._parts)]
+        with (self._logs / f"process-{number}.log").open("a") as out:
+            environment = {**_QUIET, **os.environ, "PYTHONUNBUFFERED": "1"}
             return subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=out, stderr=subprocess.STDOUT, env=environment, text=True
             )
 
-    def give(self, entry: Entry, port: int, seconds: float | None, reserved: int | None) -> None:
+    def wait(self, ends: float) -> None:
+        """Until all have imported everything or have ended, or the clock says `ends`."""
+        while time.monotonic() < ends and not all(self._is_ready(p) or p.poll() is not None for p in self._waiting):
+            time.sleep(0.1)
+
+    def _is_ready(self, process: subprocess.Popen[str]) -> bool:
+        return (self._parts / f"{process.pid}.ready").exists()
+
+    def take(self, number: int) -> list[subprocess.Popen[str]]:
+        return [self._waiting.pop() for _ in range(number)]
+
+    def close(self) -> None:
+        _end(self._waiting)
+
+
+def _end(processes: list[subprocess.Popen[str]]) -> None:
+    """Kill processes and wait for them, so that GPU memory is free."""
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.wait()
+    processes.clear()
+
+
+@dataclass
+class Group:
+    """The `gpus` of one run after the other, and the processes of the current run. Owns the processes."""
+
+    gpus: tuple[int, ...]
+    parts: Path
+    entry: Entry | None = None
+    processes: list[subprocess.Popen[str]] = field(default_factory=list)
+    began: float = 0.0
+    limit: float = 0.0
+    reserved: int | None = None
+
+    def give(self, entry: Entry, workers: Workers, port: int, seconds: float | None, reserved: int | None) -> None:
         """Begin a run; `answer` ends it."""
-        self.prepare()
-        self.processes, self.ready = self.ready, []
+        self.processes = workers.take(len(self.gpus))
         self.entry, self.began, self.reserved = entry, time.monotonic(), reserved
         usual = COMPILING if entry.sections["memory"].get("compile") else SECONDS
         self.limit = seconds if seconds is not None else usual
-        line = json.dumps(asdict(Job(entry, port, reserved))) + "\n"
-        for process in self.processes:
+        for rank, process in enumerate(self.processes):
+            line = json.dumps(asdict(Job(entry, self._environment(rank, port), reserved))) + "\n"
             assert process.stdin is not None
             with contextlib.suppress(BrokenPipeError):  # the process is gone; `answer` reports it
                 process.stdin.write(line)
                 process.stdin.flush()
+
+    def _environment(self, rank: int, port: int) -> dict[str, str]:
+        """What torchrun sets, and the GPUs."""
+        visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, self.gpus))}
+        world = str(len(self.gpus))
+        if world == "1":
+            return visible
+        return visible | {
+            "RANK": str(rank),
+            "WORLD_SIZE": world,
+            "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": world,
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(port),
+        }
 
     def answer(self) -> dict[str, Any] | None:
         """The row of the current run, once there is one; its processes have ended then."""
@@ -127,8 +162,6 @@ class Group:
         paths = [self.parts / f"{self.entry.name}.{rank}.json" for rank in range(len(self.gpus))]
         gone = [p.poll() for p in self.processes]  # polled before the files are read: a process writes, then ends
         there = [json.loads(path.read_text()) if path.exists() else None for path in paths]
-        if not all((self.parts / f"{p.pid}.ready").exists() for p in self.processes):
-            self.began = time.monotonic()  # imports are no part of a run
         late = time.monotonic() - self.began > self.limit
         silent = [r for r, (row, code) in enumerate(zip(there, gone, strict=True)) if row is None and code is not None]
         failed = bool(silent) or any(row is not None and "error" in row for row in there)
@@ -168,17 +201,8 @@ class Group:
         return row
 
     def stop(self) -> None:
-        """Kill the processes of the current run and wait for them, so that GPU memory is free."""
-        for process in self.processes:
-            process.kill()
-        for process in self.processes:
-            process.wait()
-        self.entry, self.processes = None, []
-
-    def close(self) -> None:
-        """End all processes."""
-        self.processes, self.ready = [*self.processes, *self.ready], []
-        self.stop()
+        _end(self.processes)
+        self.entry = None
 
 
 def measure(
@@ -205,30 +229,25 @@ def measure(
         parts, logs = Path(folder, "parts"), Path(folder, "logs")
         parts.mkdir()
         logs.mkdir()
-        sizes = sorted({e.gpus for e in entries if e.gpus <= gpus}, reverse=True)
-        phases = [(size, [Group(g, parts, logs) for g in _split(gpus, size)]) for size in sizes]
+        todo = [e for e in entries if e.gpus <= gpus]
+        workers, groups = Workers(sum(e.gpus for e in todo), parts, logs), list[Group]()
         try:
-            for _, groups in phases:
-                for group in groups:
-                    group.prepare()
             _make_corpus(entries[0])
-            for size, groups in phases:
+            workers.wait(ends)
+            for size in sorted({e.gpus for e in todo}, reverse=True):
+                groups = [Group(g, parts) for g in _split(gpus, size)]
                 # Runs that compile take longest: they come first, and the others fill the other groups meanwhile.
-                todo = sorted(
-                    (e for e in entries if e.gpus == size), key=lambda e: not e.sections["memory"].get("compile")
-                )
-                for row in _phase(todo, groups, ports, seconds, ends, limits or {}):
+                own = sorted((e for e in todo if e.gpus == size), key=lambda e: not e.sections["memory"].get("compile"))
+                for row in _phase(own, groups, workers, ports, seconds, ends, limits or {}):
                     rows.append(row)
                     with (out / f"{name}.jsonl").open("a") as file:
                         file.write(json.dumps(row) + "\n")
                     print(f"{row['seconds']:7.1f} s  {row['name']}  {row.get('error', '')[:160]}", flush=True)
-                for group in groups:
-                    group.close()
                 _pack(out / f"{name}.tar.gz", Path(folder))
         finally:
-            for _, groups in phases:
-                for group in groups:
-                    group.close()
+            for group in groups:
+                group.stop()
+            workers.close()
     return rows
 
 
@@ -239,6 +258,7 @@ def _split(gpus: int, size: int) -> list[tuple[int, ...]]:
 def _phase(
     todo: list[Entry],
     groups: list[Group],
+    workers: Workers,
     ports: Iterator[int],
     seconds: float | None,
     ends: float,
@@ -263,9 +283,7 @@ def _phase(
                 yield row
             if group.entry is None and todo:
                 entry = todo.pop(0)
-                group.give(entry, next(ports), seconds, limits.get(entry.name))
-                if todo:
-                    group.prepare()
+                group.give(entry, workers, next(ports), seconds, limits.get(entry.name))
         time.sleep(0.02)
 
 
@@ -285,10 +303,10 @@ def _pack(path: Path, folder: Path) -> None:
 
 @dataclass(frozen=True)
 class Job:
-    """A run. `port`: of the ranks' rendezvous. `limit`: bytes that torch may reserve on each GPU; None for all."""
+    """A run. `environment`: variables of its process. `limit`: bytes that torch may reserve on each GPU; None for all."""
 
     entry: Entry
-    port: int
+    environment: dict[str, str]
     limit: int | None = None
 
 
@@ -301,8 +319,10 @@ def worker() -> None:
     if given is None:
         return  # there was no run left
     job = Job(**{**given, "entry": Entry(**given["entry"])})
+    os.environ |= job.environment  # imports have not asked for the GPUs yet
     name, rank = job.entry.name, int(os.environ.get("RANK", 0))
-    os.environ["MASTER_PORT"] = str(job.port)
+    if "RANK" in job.environment:
+        torch.set_num_threads(1)  # as torchrun has it
     trace = options.parts / f"{name}.trace.gz"
     try:
         row = measured(job.entry, job.limit, trace if rank == 0 else None)

@@ -31,7 +31,8 @@ def section(name: str, kind: type) -> str:
     about = " ".join((inspect.getdoc(kind) or "").split()).partition(": ")[2]
     hints = typing.get_type_hints(kind)
     rows = [
-        f"| `{f.name}` | {describe(hints[f.name])} | `{default(f)}` | {meaning(f)} |" for f in dataclasses.fields(kind)
+        f"| `{f.name}` | {describe(hints[f.name])} | `{default(f)}` | {meaning(f, hints[f.name])} |"
+        for f in dataclasses.fields(kind)
     ]
     table = "\n".join(["| key | type | default | meaning |", "|---|---|---|---|", *rows])
     return f"## [{name}]\n{about[:1].upper()}{about[1:]}\n\n{table}"
@@ -54,12 +55,13 @@ def default(f: dataclasses.Field[Any]) -> str:
     return json.dumps(value)
 
 
-def meaning(f: dataclasses.Field[Any]) -> str:
-    """What the key means, then what is valid."""
+def meaning(f: dataclasses.Field[Any], hint: Any) -> str:
+    """What the key means, then what is valid. Choices are those of a string; other types beside it have none."""
     choices, low, high = (f.metadata[name] for name in ("choices", "low", "high"))
     text = f.metadata["meaning"].replace("|", "\\|")
     if choices:
-        return f"{text} One of {', '.join(f'`{json.dumps(choice)}`' for choice in choices)}."
+        valid = ", ".join(f"`{json.dumps(choice)}`" for choice in choices)
+        return f"{text} {'One of' if hint is str else 'The only string is'} {valid}."
     if high is not None:
         return f"{text} From {low} to {high}."
     return f"{text} At least {low}." if low else text

@@ -166,7 +166,7 @@ def _parser() -> argparse.ArgumentParser:
     )
 
     managed = "run a program with the models of its Hugging Face trainers under forebay.manage"
-    usage = "forebay run [--policy POLICY] [--budget SIZE] -- COMMAND ..."
+    usage = "forebay run [-h] [--debug] [--policy POLICY] [--budget SIZE] -- COMMAND ..."
     add = command("run", _run, help=managed, usage=usage)
     policies = (
         "auto (default; needs --budget), a placement for all regions, or PATTERN=PLACEMENT, which may be repeated"
@@ -194,31 +194,31 @@ def _parser() -> argparse.ArgumentParser:
         "memory of --device",
     )
     add("--auto", action="store_true", help="choose placements that fit --budget, instead of memory.policy")
-    skew = "rows of the fullest rank's experts, relative to even routing"
+    skew = "rows of the fullest rank's experts, relative to even routing; default: 1"
     add("--skew", type=float, default=1.0, metavar="X", help=skew)
     largest = "find the largest value that fits the budget; mesh: the best PP x EP x FSDP for the GPUs"
     add("--search", choices=("microbatch", "sequence", "layers", "mesh"), help=largest)
-    hf = "hf: a run of transformers' Trainer, as it is and with forebay.manage"
+    hf = "whose run to plan; default: forebay; hf: transformers' Trainer, as it is and with forebay.manage"
     add("--trainer", choices=("forebay", "hf"), default="forebay", help=hf)
     argument = (
         "an argument of transformers' Trainer, such as bf16=true, or a JSON or YAML file of them; may be repeated"
     )
     add("--hf", metavar="NAME=VALUE", action="append", default=[], dest="arguments", help=argument)
-    add("--json", action="store_true", help="as JSON")
+    add("--json", action="store_true", help="print JSON")
     add("--html", metavar="FILE", type=Path, help="also write an HTML page, in one file")
 
     saved = (
         "show what a forward pass saves for backward without placements; on a pipeline, what every rank saves in a step"
     )
     add = command("profile", _profile, configured, help=saved)
-    add("--json", action="store_true", help="as JSON")
+    add("--json", action="store_true", help="print JSON")
 
     add = command("doctor", _doctor, help="show what this machine has, and the features that this enables")
-    add("--json", action="store_true", help="as JSON")
+    add("--json", action="store_true", help="print JSON")
     add(
         "--models",
         action="store_true",
-        help="show instead what of each MoE family of transformers runs (half a minute)",
+        help="show instead which parts of each MoE family of transformers run on Forebay (half a minute)",
     )
     measure = "measure this machine's GPU for plan --device (a minute) and write FILE; with torchrun, collectives too"
     add("--save-profile", metavar="FILE", type=Path, help=measure)

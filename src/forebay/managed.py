@@ -76,7 +76,8 @@ class Managed:
     Attributes:
         manager: runs the regions and owns their store (see `forebay.memory.hooks.Manager`).
         sublayers: the sublayers of the decoder layers.
-        pages: where stashed rows wait; None if nothing is stashed. Call its `end_step` after every step's last backward.
+        pages: where stashed rows wait; None if nothing is stashed. Call its `end_step` after every step's last backward: until
+            the first call, the host waits for the device in each layer to count its rows.
     """
 
     def __init__(
@@ -186,8 +187,8 @@ def manage(
     uncompiled (`compile=True` compiles its layers). ``copy.deepcopy`` and pickle (``torch.save(model)``) give an unmanaged,
     independent model with its own experts and loss.
 
-    A transformers model makes no KV cache in training unless it is given one. (Packed sequences are then told apart by their
-    ``position_ids``, as with ``use_cache=False``.)
+    A transformers model makes no KV cache in training or while gradients are enabled, unless it is given one or
+    ``use_cache=True``. (Packed sequences are then separated by their ``position_ids``, as with ``use_cache=False``.)
 
     Writing to a saved tensor before its backward is an error, as without Forebay. Writes through ``.data`` are not seen:
     backward may then read the old values. A recomputed region makes its own tensors again, so writing to those has no effect;
@@ -204,10 +205,12 @@ def manage(
             a recomputed region's inputs, and ``stash`` for the experts of MoE layers with a `dispatcher`); later rules win.
             Experts may be recomputed inside an offloaded sublayer (if compiled: with a `dispatcher`) if `recompute` is
             "light", so that fewer bytes are copied. Or one placement for every region; or ``"auto"``, which needs a budget.
-        budget: bytes, or text such as ``"6GiB"``: how far a step's peak may rise over the memory held before it.
+        budget: bytes, or text such as ``"6GiB"``: how far a step's peak may rise over the memory held before it. "auto" chooses
+            placements within it. With regions placed ``offload`` it is a check: their plan keeps within it, or raises
+            BudgetError. Other policies take none.
         compile: compile the sublayers of the decoder layers, so that autograd saves fewer tensors.
         attention: ``"flex"`` runs attention with sinks (GPT-OSS), which transformers runs eagerly, on torch's compiled
-            `flex_attention`, with `compile` and on a GPU; all other attention stays the model's own. None to leave it all.
+            `flex_attention`, with `compile` and on a GPU; all other attention stays the model's own. None leaves all of it.
         experts: ``"forebay"`` for experts that save few tensors for backward, None to leave the model's own.
         loss: ``"fused"`` for the loss that never holds ``[tokens, vocabulary]`` and returns no logits, in training mode;
             ``"fused-always"`` in `eval()` as well, with an error for a model whose loss is not supported; None to leave the
@@ -219,15 +222,15 @@ def manage(
         dispatcher: expert parallelism: the token dispatcher (see `forebay.moe.dispatch`), which stays the caller's. The experts
             modules must hold this rank's experts. With one rank, MoE sublayers run in stages and nothing is sent.
         min_bytes: storages below this stay on the device. Default: 1 MiB on CUDA, 1 byte elsewhere.
-        pages: with ``stash``, the most bytes of device memory for pages, or text; the rest goes to pages on the host. Default:
-            as much as a step needs.
+        pages: with ``stash``, the most device memory for pages, in bytes or as text; the rest goes to pages on the host.
+            Default: as much as a step needs. The loop calls `Managed.pages.end_step` after each step.
         precision: ``"fp8"`` saves rows of bf16 in 33/64 of their bytes, as e4m3 numbers with a power of two for each 32 of them:
             those that are offloaded or stashed, and the first product of Forebay's experts wherever it is saved. Backward then
             reads rounded values, so gradients change; computation stays in bf16. ``"exact"`` saves every bit.
 
     Raises:
         PolicyError: an invalid policy, budget or option.
-        BudgetError: (in a later step) no placement meets the budget; names the smallest that can be met.
+        BudgetError: (in a later step) no placement, or not this policy, meets the budget; names the smallest that can be met.
         ValueError: layers or experts that `compile` or `dispatcher` do not support, a decoder layer whose forward is replaced,
             or a model that is managed already.
         TypeError: the model is not a module.
@@ -374,7 +377,8 @@ def _as_bytes(size: int | str | None) -> int | None:
 
 
 def unwrap(model: nn.Module) -> tuple[nn.Module, str]:
-    """The model inside wrappers of PEFT, DDP, FSDP1, DataParallel and torch.compile, and its path in `model` ("" for itself).
+    """The model inside wrappers of PEFT, DDP, FSDP1, DataParallel, DeepSpeed and torch.compile, and its path in `model` ("" for
+    itself).
 
     Raises:
         PolicyError: DataParallel on several devices.

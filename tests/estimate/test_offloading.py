@@ -10,6 +10,7 @@ import pytest
 from forebay.config import Config
 from forebay.estimate import rank
 from forebay.estimate.allocator import CachingAllocator
+from forebay.estimate.fsdp import PersistentState
 from forebay.estimate.layers import plan_layers
 from forebay.estimate.offloading import OffloadManager, PartRun, offloadable, offloaded_bytes
 from forebay.estimate.parts import Part
@@ -204,7 +205,23 @@ def test_auto_measures_with_everything_offloaded(monkeypatch: pytest.MonkeyPatch
     chosen, before = walk(run), walk(run, steps=2)
     assert chosen.peak.allocated - before.peak.allocated == 64 * MIB
     assert chosen.peak == walk(replace(run, measured=None)).peak
-    assert emptied == [before.reserved]
+    assert emptied == [before.reserved] * 2  # of both walks
+
+
+@pytest.mark.parametrize(("microbatches", "order"), [(1, "optimizer cache optimizer"), (2, "cache optimizer")])
+def test_auto_tries_plans_as_soon_as_two_microbatches_are_over(
+    microbatches: int, order: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer's step ends with the manager's: the cache is emptied before the optimizer makes its moments."""
+    happened = list[str]()
+    monkeypatch.setattr(CachingAllocator, "empty_cache", lambda allocator: happened.append("cache") or [])
+    monkeypatch.setattr(PersistentState, "optimize", lambda state, late: happened.append("optimizer"))
+    kept = [replace(part, placement="keep") for part in parts(64 * MIB)]
+    sharing = Sharing(sharded=False, parameter=4, compute=4, random=False)
+    stage, measured = {0: [EMBEDDING, *kept]}, {0: [EMBEDDING, *parts(64 * MIB)]}
+    actions = local_plan(microbatches, False).actions[0]
+    walk(RankRun([], sharing, stage, actions, 0, 16 * MIB, least=MIB, measured=measured))
+    assert " ".join(happened).startswith(order) and happened.count("cache") == 1
 
 
 def test_a_run_of_auto_has_parts_for_its_measured_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,6 +19,7 @@ from forebay.train.pipeline_profile import PipelineProfile, Place, Save, profile
 from forebay.train.trainer import Trainer
 from tests.ranks import run_ranks
 from tests.train.common import WIDE, config, config_file, write_text
+from tests.train.families import fields_of
 
 SCHEDULES = ("1f1b", "interleaved-1f1b", "zbv", "dualpipev")
 MICROBATCHES, TOKENS, HEAD_DIM, F32, I64 = 8, 16, 8, 4, 8
@@ -96,6 +97,19 @@ def test_a_layer_saves_what_one_process_saves(measured: Any, schedule: str) -> N
             assert sizes == [sublayers[place.part] - tables] * MICROBATCHES, place
         ids = IDS if 0 in profile.in_flight else 0
         assert profile.shared_bytes == TABLES + ids
+
+
+def profiles_of_lfm2(rank: int, world: int, folder: str) -> list[PipelineProfile]:
+    model = {"family": "lfm2_moe", "config": fields_of("lfm2_moe", 4)}
+    settings = config(folder, model=model, train={"microbatch": 1}, parallel={"pp": 2})
+    with Mesh.open(settings) as mesh, Trainer(settings, mesh) as trainer:
+        return profile_ranks(trainer)
+
+
+def test_the_mixer_of_a_layer_is_found_by_any_name(tmp_path: Path) -> None:
+    """LFM2's layers are of `conv` and of `self_attn`: what either saves is not its MLP's."""
+    ranks = run_ranks(profiles_of_lfm2, 2, write_text(tmp_path))[0]
+    assert {p.layer for profile in ranks for p in profile.by_place if p.part == "attention"} == set(range(4))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

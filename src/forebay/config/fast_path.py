@@ -212,7 +212,7 @@ def why_called(c: Config, gpu: bool, experts: int) -> str:
 def _float32_obstacles(c: Config) -> Iterator[str]:
     """Why a model with experts has no graph; `F.grouped_mm` is a loop over the experts in float32."""
     if c.model.computed_in != "bfloat16":
-        yield "grouped products in float32 wait for sizes, as a graph cannot; model.compute = 'bfloat16' does not"
+        yield "grouped products in float32 wait for sizes on the host, which a graph cannot; model.compute = 'bfloat16' avoids it"
 
 
 def _local_obstacles(c: Config, facts: Facts) -> Iterator[str]:

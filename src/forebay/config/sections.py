@@ -121,14 +121,14 @@ class Train:
     """[train]: how many steps, of what size."""
 
     steps: int = key(100, "Optimizer steps.", low=1)
-    batch: int = key(8, "Sequences a step, over all processes.", low=1)
-    microbatch: int = key(0, "Sequences a forward of each process; 0 is the process's whole part of the batch.", low=0)
-    sequence: int = key(256, "Tokens a sequence.", low=1)
+    batch: int = key(8, "Sequences per optimizer step, over all processes.", low=1)
+    microbatch: int = key(0, "Sequences per forward of a process; 0 is the process's whole part of the batch.", low=0)
+    sequence: int = key(256, "Tokens per sequence.", low=1)
     seed: int = key(0, "Seed of weights, dropout and the order of the data.", low=0, high=2**63 - 1)
     clip: float = key(1.0, "Largest gradient norm; 0 turns clipping off.", low=0.0)
     router_bias_rate: float = key(0.001, "Step of the routers' bias that balances families like DeepSeek-V3.", low=0.0)
     eval_every: int = key(0, "Steps between validations; 0 is never.", low=0)
-    eval_batches: int = key(4, "Batches a validation.", low=1)
+    eval_batches: int = key(4, "Batches per validation.", low=1)
     time_limit: str = key(
         "",
         "Time that a process may train, such as '3h50m'; it stops early enough to save a checkpoint. '' is no limit.",
@@ -150,7 +150,8 @@ class Optimizer:
 
 @dataclass(frozen=True)
 class Schedule:
-    """[schedule]: the learning rate by step; see `forebay.train.trainer`."""
+    """[schedule]: the learning rate by step: a linear warm-up to `optimizer.lr`, then half a cosine down to `minimum` of it,
+    a constant with a linear decay to `minimum` at the end (warm-up, stable, decay), or a constant."""
 
     kind: str = key("cosine", "Shape of the curve after the warm-up.", choices=("cosine", "wsd", "constant"))
     warmup: int = key(0, "Steps of the warm-up; a shorter run ends within it.", low=0)
@@ -163,10 +164,22 @@ class Memory:
     """[memory]: where saved activations wait for backward; the arguments of `forebay.manage`."""
 
     policy: str | dict[str, str] = key("keep", "A placement, 'auto', or a table from module-path pattern to placement.")
-    budget: str | int = key("", "Device memory for 'auto', such as '2.5GiB'; '' is none.")
+    budget: str | int = key(
+        "",
+        "For policy 'auto': how far a step's peak may rise above the device memory held before it, such as '2.5GiB'; '' is none.",
+    )
     compile: bool = key(False, "Compile the decoder layers.")
-    offload: str = key("fit", "'fit' offloads what costs no time, 'all' as much as possible.", choices=("fit", "all"))
-    recompute: str = key("light", "The part of an MoE sublayer that 'recompute' repeats.", choices=RECOMPUTE_MODES)
+    offload: str = key(
+        "fit",
+        "'fit' offloads as much as the link to the host carries without making the GPU wait, 'all' as much as possible.",
+        choices=("fit", "all"),
+    )
+    recompute: str = key(
+        "light",
+        "What 'recompute' repeats of an MoE sublayer: 'light' the experts' first GEMM, 'full' everything, 'save-dispatch' "
+        "everything but the dispatch of tokens.",
+        choices=RECOMPUTE_MODES,
+    )
     pages: str | int = key(
         "", "Device memory for the pages of 'stash'; the rest goes to the host. '' is as much as a step needs."
     )
@@ -178,8 +191,8 @@ class Memory:
     )
     graph: bool | str = key(
         AUTO,
-        "Capture forwards and backwards of a step in one CUDA graph; with parallel.ep, parallel.overlap too. 'auto' captures "
-        "where that is known to be fastest.",
+        "Capture forwards and backwards of a step in one CUDA graph; with parallel.ep this needs parallel.overlap. 'auto' "
+        "captures where that is known to be fastest.",
         choices=(AUTO,),
     )
 
@@ -231,8 +244,8 @@ class Parallel:
     timeout: int = key(600, "Seconds that a process waits for the others before it gives up.", low=1, high=10**9)
     reshard: bool | str = key(
         AUTO,
-        "Free all-gathered weights after each use, of a step with overlap, a pipeline or a CUDA graph those of experts only; "
-        "false keeps them until the end of the step. 'auto' follows memory.graph.",
+        "Free all-gathered weights after each use (with overlap, a pipeline or a CUDA graph: those of experts only); false "
+        "keeps them until the end of the step. 'auto' is false on the fast path (docs/expert_parallel.md), else true.",
         choices=(AUTO,),
     )
     reduce: str = key(
@@ -249,7 +262,7 @@ class Parallel:
     )
     overlap: bool | str = key(
         AUTO,
-        "Run the forward of a microbatch together with the backward of the one before. 'auto' does with expert parallelism, "
+        "Run the forward of a microbatch together with the backward of the one before. 'auto' is true with expert parallelism "
         "where that is known to be faster.",
         choices=(AUTO,),
     )
@@ -269,9 +282,9 @@ class Checkpoint:
     keep_hours: float = key(
         0.0, "Also keep the first checkpoint, and one for each so many hours after it; 0 keeps none.", low=0.0
     )
-    last: bool = key(True, "Write one at the end of the run, and at Ctrl-C.")
+    last: bool = key(True, "Write one at the end of the run, also when a signal or train.time_limit ends it.")
     background: bool = key(
-        True, "Write from a copy in host memory while training goes on; false lets training wait, without the copy."
+        True, "Write from a copy in host memory while training goes on; if false, training waits and no copy is made."
     )
     remote: str = key(
         "",
@@ -420,7 +433,7 @@ class Config:
 
     @property
     def weights_early(self) -> bool:
-        """Whether the schedule runs weight gradients as early as it can (`early` of `make_plan`).
+        """Whether the schedule runs weight gradients as early as it can (`weights_early` of `make_plan`).
 
         True where memory comes before time (offload = "all") and the schedule is `dualpipev`, which splits only the first and
         last backwards of a step. `zbv` needs late weight gradients to fill its bubbles.

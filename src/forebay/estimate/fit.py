@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 SEVERAL_GPUS_ERROR = 0.05
 """Share of a planned total by which a run on several GPUs may take more or less: of the 31 runs of benchmarks/results/planner.md
-on 2 or 4, and of the 144 of the blind draws, none reserved over 3.0 % more. All shares cover what every run
+on 2 or 4, and of the 151 of the blind draws, none reserved over 3.0 % more. All shares cover what every run
 of the 19 blind draws reserved, as planned before it ran; counts are of draws 1 to 16, docs/estimator.md has those of all. One
 took more of its GPU outside of torch's allocator (run 11 of draw 9, 0.8 % above the budget that its plan was said to fit), for
 communicators, which are smaller since (`forebay.communicators`)."""

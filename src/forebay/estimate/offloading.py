@@ -64,12 +64,14 @@ class OffloadManager:
     backward. Without a link it never has one, and two sublayers are in transfer, unless it `measures`.
 
     Attributes:
+        measures: whether steps are measured for `policy = "auto"`.
         before: bytes in use before a forward, as a manager measures them in its second step, without moments.
         plan: None until the measured steps are over.
     """
 
     def __init__(self, allocator: CachingAllocator, stream: Any, run: RankRun):
         self._allocator, self._stream, self._run, self._link = allocator, stream, run, run.link
+        self.measures = run.measured is not None
         self.before = 0
         self.plan: Plan | None = None
         self._steps = 0
@@ -83,10 +85,12 @@ class OffloadManager:
         self._late: list[PartRun] = []  # their inputs leave at the next event
         self._released_at: dict[tuple[str, Key], list[Key]] = {}
 
-    @property
-    def measures(self) -> bool:
-        """Whether the step is measured for `policy = "auto"`."""
-        return self._run.measured is not None and self._steps <= MEASURED_STEPS
+    def ends_measuring(self) -> bool:
+        """Whether the last measured step for `policy = "auto"` is over now; called at the end of the trainer's step and before
+        each of the manager's."""
+        over = self.measures and self._steps >= MEASURED_STEPS
+        self.measures = self.measures and not over
+        return over
 
     def begin_step(self, alone: bool) -> None:
         """`alone`: the trainer's step has one microbatch, which makes the gradients; several find those of the first."""

@@ -218,6 +218,7 @@ class StepWalk:
     def end(self) -> list[Block]:
         """Free what was sent. The gradients of embedded tokens remain."""
         self._allocator.clear(self._sent)
+        self._plan_if_measured()
         return self._token_grads
 
     def _overlap_fwd_bwd(self, forward: Action, backward: Action) -> None:
@@ -285,9 +286,11 @@ class StepWalk:
         self._hand_on(stage, microbatch, x)
 
     def _begin_managed_step(self) -> None:
-        measured = self._manager.measures
+        self._plan_if_measured()
         self._manager.begin_step(self._last == 0)
-        if measured and not self._manager.measures:
+
+    def _plan_if_measured(self) -> None:
+        if self._manager.ends_measuring():
             self._allocator.empty_cache()  # before plans are tried
 
     @staticmethod

@@ -1,1 +1,1 @@
-"""Forebay in other trainers."""
+"""Forebay in other trainers, one module for each; and `forebay run`."""

@@ -18,7 +18,7 @@ from forebay.managed import Managed, manage
 
 
 class LightningForebayCallback(Callback):
-    """Puts the model under `forebay.manage` while `fit` runs, and takes it off at the end or after an exception.
+    """Puts the model under `forebay.manage` while `fit` runs, and restores it at the end or after an exception.
 
     The model is managed after `setup`, `configure_model` and the strategy have built, moved and wrapped it, and before the first
     batch. Its own gradient checkpointing is suspended, with a warning, in layers in which the policy places something.

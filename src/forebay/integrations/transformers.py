@@ -35,7 +35,7 @@ _SFT_SETTINGS: Mapping[str, object] = {
 
 
 class ForebayCallback(TrainerCallback):
-    """Puts the model under `forebay.manage` while the trainer trains, and takes it off at the end.
+    """Puts the model under `forebay.manage` while the trainer trains, and restores it at the end.
 
     The trainer may apply PEFT, mixed precision, DDP and FSDP as it does without this. A placement for all regions, or "auto",
     takes the place of gradient checkpointing; with a mapping, layers that it keeps stay checkpointed.

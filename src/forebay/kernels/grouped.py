@@ -1,4 +1,4 @@
-"""Products of the rows of each expert with a matrix of its own, or with other rows.
+"""Grouped GEMMs: the rows of each expert times a matrix of that expert, or times other rows.
 
 Input: rows [R, *] sorted by expert, and `offs` [E], the end row of each expert. Output: new tensors, or a sum of weight gradients
 that the caller owns: `add_rows_by_rows` is a kernel that adds to it in the epilogue of the product. Megatron-LM does the same for

@@ -127,7 +127,7 @@ class Manager:
         self._base: int | None = None  # bytes allocated before the step that is about to begin
         self._saved_by: dict[Key, int] = {}  # bytes, in the last measured step
         self._lengths: dict[Key, int] = {}  # bytes of inputs that carry gradients, in the last measured step
-        self._trained = 0  # weights at most, so far
+        self._trained = 0  # most trained weights so far
         self._shared: set[Key] = set()  # calls with a storage that another call of the same step saves too
         # Held to end and begin a step: threads may run forwards of one model at once, and all find that a step is over.
         self._between_steps = threading.RLock()

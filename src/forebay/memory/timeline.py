@@ -175,6 +175,14 @@ class Plan:
     """The plan of a step, which the manager carries out. Events and calls are named by key, so that it outlives its timeline.
 
     Attributes:
+        offload: region call to the indices of its saved storages that are offloaded.
+        recompute: paths of the regions that are recomputed.
+        release_at: region call to the event at which the device memory of its copies is released.
+        fetch_at: event to the region calls whose copies back begin there.
+        planned_bytes: bytes that are offloaded.
+        peak_bytes: simulated peak of the step, over what is allocated before it.
+        stall_seconds: simulated time for which the compute stream waits for copies.
+        step_seconds: simulated time of the step, waits included.
         returns: bytes that the link brings back while a backward runs; empty where it is not known.
     """
 

@@ -1,1 +1,1 @@
-"""Routing and the experts of an MoE layer. Knows kernels, and nothing of stores or models."""
+"""Routing, experts and token dispatchers of MoE layers. Knows kernels, and nothing of stores or models."""

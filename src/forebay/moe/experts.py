@@ -91,12 +91,15 @@ def experts(
     down_update: LowRank | None = None,
     edge: GateUpEdge | None = None,
 ) -> Tensor:
-    """y [T, H] in x's dtype: each token's chosen experts, weighted and summed.
+    """y [T, H] in x's dtype: for each of T tokens, the outputs of its K chosen experts, weighted and summed.
+
+    There are E experts of inner width I. h is the first product, [T*K, 2I]: the gate and up projections of each token for each
+    of its experts.
 
     Args:
         x: [T, H]. Computed in the weights' dtype, whatever its own (autocast passes fp32 tokens to bf16 weights).
-        ids: [T, K], any integer dtype. Ids outside [0, E) are sentinels: their slots add nothing, and their weights get a zero
-            gradient.
+        ids: [T, K], any integer dtype: the router's choices. Ids outside [0, E) are sentinels: their slots add nothing, and
+            their weights get a zero gradient.
         weights: [T, K], any floating dtype; their gradient has it too.
         gate_up: [E, 2I, H], or [E, H, 2I] if `transposed`.
         down: [E, H, I], or [E, I, H] if `transposed`.
@@ -108,8 +111,9 @@ def experts(
             then come from rounded values. Experts that are not bf16, or whose I is no multiple of 32, are saved as they are.
         max_rows: bound on the live rows, where most ids are sentinels; see `forebay.moe.dispatch`. Live rows beyond it are left
             out. The default is T*K.
-        deferred: defers the gradients of gate_up and down. Breaks the graph of `torch.compile`.
-        pages: where x and h wait for backward, live rows only. Breaks the graph of `torch.compile`.
+        deferred: defers the gradients of gate_up and down, for pipelines. Breaks the graph of `torch.compile`.
+        pages: where x and h wait for backward, live rows only; `forebay.memory.page_store.PageStore` is one. Breaks the graph of
+            `torch.compile`.
         gate_up_update, down_update: low-rank updates (LoRA) of the two stacks, as matrices from inputs to outputs whatever
             `transposed` says: a [E, r, H] and b [E, 2I, r] for gate_up, a [E, r, I] and b [E, H, r] for down. The updated weights
             are never made. Training gate_up's update saves x (2H bytes a token in bf16); down's saves nothing besides h.

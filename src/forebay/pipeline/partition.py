@@ -398,7 +398,7 @@ class _Groups:
 
     def __init__(self, costs: _Costs, v: bool):
         stages = len(costs.held)
-        self.costs, self.v, self.n = costs, v, len(costs.time) - 1
+        self.costs, self.n = costs, len(costs.time) - 1
         self.pairs = [(s, stages - 1 - s if v else None) for s in range(stages // 2 if v else stages)]
         self.outer = [(stages - 1 - 2 * first) ** 2 for first, _ in self.pairs]
         self._left = _SlowestLeft(costs, self.pairs).by_group()

@@ -1,1 +1,1 @@
-"""Pictures and traces of what a run did."""
+"""HTML pages of plans and runs."""

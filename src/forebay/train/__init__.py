@@ -1,1 +1,1 @@
-"""The built-in trainer: configuration, data, checkpoints, metrics and the loop that joins them."""
+"""The built-in trainer: data, steps, checkpoints, metrics and the loop that joins them."""

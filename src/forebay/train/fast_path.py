@@ -1,6 +1,6 @@
-"""The fast path of a run and of its plan: one decision, of facts that a run finds and a plan assumes.
+"""Finds the facts from which `forebay.config.fast_path` chooses: a run asks its machine, a plan assumes them.
 
-Input: a `Config`, and where its processes are. Output: the `FastPath` that `forebay.config.fast_path` chooses.
+Input: a `Config`, and where its processes are. Output: the `FastPath`, the same in a run and in its plan.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence

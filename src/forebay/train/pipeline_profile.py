@@ -149,7 +149,8 @@ def profile_ranks(trainer: Trainer) -> list[PipelineProfile]:
     engine = trainer.pipeline
     if engine is None:
         raise UsageError("parallel.pp is 1: there is no pipeline to profile; use Managed.profile for one forward pass")
-    collector = Collector(trainer.model, engine.partition)
+    attention = frozenset(layer.attention.path for layer in trainer.memory.sublayers.layers)
+    collector = Collector(trainer.model, engine.partition, attention)
     with (
         trainer.memory.suspended(collector.region),
         engine.watched(collector, collector.labeled),
@@ -182,10 +183,14 @@ class _TrackedTensor:
 
 
 class Collector:
-    """Notes what is saved where in one step, and when it is freed; a watcher of the runtime. The graphs own the tensors."""
+    """Notes what is saved where in one step, and when it is freed; a watcher of the runtime. The graphs own the tensors.
 
-    def __init__(self, model: nn.Module, partition: Partition):
-        self._model, self._partition = model, partition
+    Args:
+        attention: paths of the layers' first sublayers.
+    """
+
+    def __init__(self, model: nn.Module, partition: Partition, attention: frozenset[str]):
+        self._model, self._partition, self._attention = model, partition, attention
         self._weights = WeightStorages(model)
         self._forward: Action | None = None
         self._inside: tuple[int | None, str] | None = None  # layer and part
@@ -207,7 +212,7 @@ class Collector:
     @contextmanager
     def region(self, path: str) -> Iterator[None]:
         """Around a managed region. In a layer cut into parts, only the attention sublayer is known by it."""
-        if self._inside is None or not path.endswith(".self_attn"):
+        if self._inside is None or path not in self._attention:
             yield
             return
         with self._within(self._inside[0], "attention"):

@@ -1,4 +1,4 @@
-"""A second home of a run's checkpoints: a folder that fsspec reaches, such as ``s3://bucket/run``.
+"""Copies of a run's checkpoints in a remote folder that fsspec reaches, such as ``s3://bucket/run``.
 
 Input: folders of whole checkpoints on this machine. Output: the same below the URL, ``step-00000010/...``. ``manifest.json`` is
 uploaded last and removed first, so a folder that has one is whole. All processes share the upload of a checkpoint, each with

@@ -1,4 +1,4 @@
-"""Weights that a process has whole are computed with where they lie: FSDP2's gathered weight is a view of the shard's memory.
+"""Uses weights that no other process shares where they are stored: FSDP2's gathered weight is a view of the shard's memory.
 
 Input: FSDP2's records (`FSDPParam`) of weights that no other process of the replica has a part of: experts under expert
 parallelism, or all weights of one process. A weight in the compute dtype is the gathered weight itself. A large weight in fp32 is

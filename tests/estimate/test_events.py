@@ -197,6 +197,12 @@ def test_the_gradient_of_gate_up_is_made_after_compiled_code(pieces: bool) -> No
     assert found.index((9, 0)) > found.index((9, 70))
 
 
+def test_the_first_product_takes_the_workspace_after_its_result() -> None:
+    log: list[Any] = [op((0,), (1, 10)), Mark.MATMUL, op((1,), (2, 20)), Freed(1), Mark.MATMUL, op((2,), (3, 30))]
+    found = part_events(log, [], PartEvents(0, 9, -1, -1, {}, (), NONE), compiled=False)
+    assert [e for e in found.forward if e[1]] == [(1, 10), (2, 20), (-1, Mark.MATMUL), (3, 30)]
+
+
 def test_a_free_is_no_mark_of_its_number() -> None:
     assert Mark(7) == Mark(7) and Mark(7) != Freed(7) and Mark(3) != Mark(7)
     assert [Freed(7), Mark(7)].index(Mark(7)) == 1

@@ -142,13 +142,13 @@ def _never_freed(events: Sequence[AllocEvent]) -> list[int]:
 
 
 def _first_matmul_only(events: Iterable[AllocEvent]) -> list[AllocEvent]:
-    found, seen = [], False
-    for event in events:
-        if event == (-1, Mark.MATMUL):
-            if seen:
-                continue
-            seen = True
-        found.append(event)
+    """The mark of the first matrix product alone, after its result: cuBLAS asks for its workspace as it launches the kernel."""
+    given, mark = list(events), (-1, Mark.MATMUL)
+    if mark not in given:
+        return given
+    at, found = given.index(mark), [event for event in given if event != mark]
+    has_result = any(number >= 0 and size for number, size in found[at : at + 1])
+    found.insert(at + has_result, mark)
     return found
 
 

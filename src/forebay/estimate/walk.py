@@ -188,6 +188,7 @@ class StepWalk:
         # model's frame holds until all layers have run.
         self._given: list[Block] = []
         self._model_inputs: list[Block] = []
+        self._layer_inputs: list[Block] = []  # what a caller holds until a layer returns, or the front of an engine's
         # Deferred weight gradients of split backwards: transient bytes of making each, and the tensors that they wait with.
         self._deferred: dict[tuple[int, int], list[tuple[list[int], list[Block]]]] = {}
         self._paged = memory.arena is not None
@@ -255,7 +256,6 @@ class StepWalk:
         x = self._arrived.pop(("F", stage, microbatch), None)
         if engine and parts[-1].path == "head":
             parts = parts[:-1]  # `_hand_on` runs it
-        layer_inputs: list[Block] = []  # a layer's caller holds its input until it returns
         for nth, part in enumerate(parts):
             if x is None and part.path != "embedding":
                 x = self._malloc(self._run.hidden)
@@ -269,7 +269,7 @@ class StepWalk:
                 run.x = None
                 first = nth == 1 and parts[0].path == "embedding" and not engine
                 if part.attention:
-                    (self._model_inputs if first else layer_inputs).append(x)
+                    (self._model_inputs if first else self._layer_inputs).append(x)
                 else:
                     self._allocator.free(x)
             if part.balance and not self._run.router_loss:
@@ -277,7 +277,7 @@ class StepWalk:
             self._params.leave(part.place, part.mlp, False, microbatch == self._last)
             self._end_part("forward")
             if part.alone or not part.attention:
-                self._allocator.clear(layer_inputs)
+                self._allocator.clear(self._layer_inputs)
             x = output
             if self._yields_after(part):
                 yield  # after a dense layer
@@ -312,9 +312,10 @@ class StepWalk:
 
     def _begin_part(self, part: Part, x: Block | None) -> PartRun:
         # An engine's model makes what its layers share once, from hidden states of its own (`forebay.pipeline.model`).
-        alone = [self._malloc(size) for size in (self._run.hidden, part.unused) if size and self._makes_tables(part)]
+        makes_tables = self._makes_tables(part)
+        alone = [self._malloc(size) for size in (self._run.hidden, part.unused) if size and makes_tables]
         shared = self._shared(part)
-        if part.path != "embedding":
+        if makes_tables or (not self._run.engine and part.path != "embedding"):
             self._memory.workspace(0)  # rotary tables, which come before the layers, are matrix products
         if alone:
             self._run_last_norm()
@@ -480,7 +481,10 @@ class StepWalk:
         elsewhere = events.head_sum if self._run.summed else frozenset()
         forward, backward = ([e for e in given if e[0] not in elsewhere] for given in (events.forward, events.backward))
         _drain(self._play(run, forward, "F"))
-        run.blocks[events.x] = x
+        if events.saves_x:
+            run.blocks[events.x] = x
+        else:
+            self._allocator.free(x)
         _drain(self._play(run, backward, "B"))
         dx = self._take_dx(run)
         assert dx is not None
@@ -529,6 +533,7 @@ class StepWalk:
         weight_grads: Mapping[int, str] = part.events.weight_grads if way == "B" else {}
         for number, size in events:
             if due and size:
+                self._end_front(way)
                 yield from due
                 due = ()
                 if not stops:
@@ -547,6 +552,7 @@ class StepWalk:
                 self._mark(size, run, way, transfers)
             else:
                 if engine:
+                    self._end_front(way)
                     yield
                 if way == "B" and transfers:  # the experts' weight gradients have been made
                     self._release_pages(run)
@@ -560,6 +566,11 @@ class StepWalk:
         if due:
             yield from due
             self._manager.begin_second_call(run, way)
+
+    def _end_front(self, way: str) -> None:
+        """An engine's computation has ended: the layer's input is held until its front returns, before its experts run."""
+        if way == "F":
+            self._allocator.clear(self._layer_inputs)
 
     def _mark(self, mark: int, run: PartRun, way: str, transfers: int) -> None:
         if mark == Mark.MATMUL:

@@ -45,11 +45,8 @@ def test_rates_by_size(monkeypatch: pytest.MonkeyPatch) -> None:
     for weights in (False, True):
         assert calibrate.grouped(CPU, SMALL, weights) == [[2 * 2 * 16**3] * 2, [2 * 2 * 32**3] * 2]
     assert calibrate.bandwidth(CPU, SMALL) == [[2 << 12, 2 << 12], [2 << 16, 2 << 16]]
-    assert calibrate.host_link(CPU, SMALL) == (1 << 16, 1 << 16)
-    assert calibrate.host_both(CPU, SMALL) == 1 << 16
     said: list[str] = []
-    calibrate.host_both(CPU, SMALL, lambda: said.append("ready"))
-    calibrate.host_link(CPU, SMALL, lambda: said.append("ready"))
+    assert calibrate.host_rates(CPU, SMALL, lambda: said.append("ready")) == (1 << 16,) * 3
     assert len(said) == 3
     pairs = 2 * 32 * 32 / 2  # two heads, half of all
     assert calibrate.attention(CPU, SMALL, math.inf) == (2 * 2 * pairs * 16, 5 * 2 * pairs * 16)

@@ -128,17 +128,18 @@ def test_a_measured_step_of_an_engine_moves_one_call_at_a_time() -> None:
     manager.end_forward(first)
     manager.begin_forward(second := run(experts))
     assert away(first) == {1} and away(second) == set()
-    manager.begin_experts(second)
+    manager.begin_second_call(second, "F")
     assert away(second) == {1}
     manager.end_forward(second)
     manager.begin_forward(third := run(after))
     assert away(second) == {0, 1, 2} and second.x is None
     manager.end_forward(third)
-    manager.begin_backward(third, second)
+    third.following, second.following = second, first
+    manager.begin_backward(third)
     assert away(second) == {0, 1}, "the experts' are fetched one call ahead"
-    manager.begin_backward(second, first)
+    manager.begin_backward(second)
     assert away(second) == set() and away(first) == {1}
-    manager.begin_front(second, first)
+    manager.begin_second_call(second, "B")
     assert away(first) == set()
 
 

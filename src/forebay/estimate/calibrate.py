@@ -186,41 +186,34 @@ def bandwidth(device: torch.device, sizes: Sizes) -> Curve:
     return sorted(found)
 
 
-def host_link(device: torch.device, sizes: Sizes, ready: Callable[[], Any] = lambda: None) -> tuple[float, float]:
-    """Bytes/s to pinned host memory, and from it. `ready` is called before each measurement."""
-    host = torch.randint(0, 256, (sizes.links,), dtype=torch.uint8)
-    host = host.pin_memory() if device.type == "cuda" else host
-    here = torch.randint(0, 256, (sizes.links,), device=device, dtype=torch.uint8)
-    ready()
-    out = seconds(lambda: host.copy_(here, non_blocking=True), device)
-    ready()
-    back = seconds(lambda: here.copy_(host, non_blocking=True), device)
-    return sizes.links / out, sizes.links / back
-
-
-def host_both(device: torch.device, sizes: Sizes, ready: Callable[[], Any] = lambda: None) -> float:
-    """Bytes/s each way with copies to and from pinned host memory at once. `ready` is called before the measurement."""
+def host_rates(
+    device: torch.device, sizes: Sizes, ready: Callable[[], Any] = lambda: None
+) -> tuple[float, float, float]:
+    """Bytes/s to pinned host memory, from it, and each way with both at once. `ready` is called before each measurement."""
     cuda = device.type == "cuda"
     hosts = [torch.randint(0, 256, (sizes.links,), dtype=torch.uint8) for _ in range(2)]
     hosts = [host.pin_memory() for host in hosts] if cuda else hosts
     here = [torch.randint(0, 256, (sizes.links,), device=device, dtype=torch.uint8) for _ in range(2)]
-    ways = [(hosts[0], here[0]), (here[1], hosts[1])]  # (target, source)
-    streams = [torch.cuda.Stream(device) for _ in ways] if cuda else []
+    out = partial(hosts[0].copy_, here[0], non_blocking=True)
+    back = partial(here[1].copy_, hosts[1], non_blocking=True)
+    streams = [torch.cuda.Stream(device) for _ in range(2)] if cuda else []
 
-    def run() -> None:
+    def both() -> None:
         if not cuda:
-            for target, source in ways:
-                target.copy_(source)
-        for stream, (target, source) in zip(streams, ways, strict=False):
+            out()
+            back()
+        for stream, copy in zip(streams, (out, back), strict=False):
             stream.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(stream):
-                target.copy_(source, non_blocking=True)
+                copy()
         for stream in streams:
             torch.cuda.current_stream(device).wait_stream(stream)
 
-    run()
-    ready()
-    return sizes.links / seconds(run, device)
+    def rate(run: Callable[[], Any]) -> float:
+        ready()
+        return sizes.links / seconds(run, device)
+
+    return rate(out), rate(back), rate(both)
 
 
 def launch(device: torch.device) -> float:
@@ -402,8 +395,6 @@ def measured(device: torch.device, sizes: Sizes) -> dict[str, Any]:
     """Values of the figures of one device, by the names of `forebay.estimate.device.FIGURES`."""
     copies = bandwidth(device, sizes)
     ahead, back = attention(device, sizes, copies[-1][1])
-    out, home = host_link(device, sizes)
-    both = host_both(device, sizes)
     found: dict[str, Any] = {
         "matmul_bf16": products(device, sizes, torch.bfloat16),
         "matmul_fp32": products(device, sizes, torch.float32),
@@ -412,9 +403,7 @@ def measured(device: torch.device, sizes: Sizes) -> dict[str, Any]:
         "attention": ahead,
         "attention_backward": back,
         "bandwidth": copies,
-        "host_out": out,
-        "host_back": home,
-        "host_both": both,
+        **dict(zip(_HOST, host_rates(device, sizes), strict=True)),
         "launch": launch(device),
         "kernel": kernel(device),
     }
@@ -446,13 +435,9 @@ def measured_links(device: torch.device, sizes: Sizes, on_node: int) -> dict[str
 def _host_links(device: torch.device, sizes: Sizes, on_node: int) -> dict[str, Any]:
     """The rates of one process alone, and of the slowest while all copy. Both ways at once alone is derived, not measured."""
     dist.barrier()
-    alone = host_link(device, sizes) if dist.get_rank() % on_node == 0 else (1.0, 1.0)
+    alone = host_rates(device, sizes)[:2] if dist.get_rank() % on_node == 0 else (1.0, 1.0)
     dist.barrier()
-    slowest = torch.tensor(
-        [*host_link(device, sizes, dist.barrier), host_both(device, sizes, dist.barrier)],
-        dtype=torch.float64,
-        device=device,
-    )
+    slowest = torch.tensor(host_rates(device, sizes, dist.barrier), dtype=torch.float64, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MIN)
     together = slowest.tolist()
     first = (*alone, min(alone) * DUPLEX_RATE_SHARE)

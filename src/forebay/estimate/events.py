@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from forebay.estimate.kernel_order import least_peak_order
-from forebay.estimate.types import AllocEvent, Freed, Log, Mark, NewStorage, Op, PartEvents
+from forebay.estimate.types import AllocEvent, Freed, Log, Mark, NewStorage, Op, PartEvents, made_in
 
 
 def part_events(
@@ -27,7 +27,7 @@ def part_events(
         pieces: the experts run between pieces of compiled code, not within.
     """
     if compiled:
-        made = {m.number: m for entry in forward if isinstance(entry, Op) for m in entry.made}
+        made = made_in(forward)
         kept = {n for n in named.saved if n in made}
         if pieces:
             backward = _recomputed_apart(backward, made, kept)
@@ -56,7 +56,7 @@ def cut_nearest(
         assembled: see `OpRecorder`.
         origins: those of `saved` that no earlier part saves, with their bytes.
     """
-    made = {m.number: m.size for entry in log if isinstance(entry, Op) for m in entry.made}
+    made = {n: storage.size for n, storage in made_in(log).items()}
     sizes = {**made, **origins}
     cut, now = log, frozenset(origins)
     for number in sorted(made.keys() & assembled):
@@ -105,7 +105,7 @@ def head_events(forward: Log, backward: Log, named: PartEvents, normed: int, nor
         normed, normed_gradient: the norm's result, and its gradient.
     """
     at, back = forward.index(Mark.FINAL_NORM_END), backward.index(Mark.FINAL_NORM_BACKWARD)
-    made = {m.number: m for entry in forward[:at] if isinstance(entry, Op) for m in entry.made}
+    made = made_in(forward[:at])
     kept = {n for n in named.saved if n in made and not made[n].recomputable}
     norm = replace(named, output=normed, gradient=normed_gradient, saved=tuple(kept))
     n_forward = _ordered_forward(forward[:at], norm, kept)
@@ -197,7 +197,7 @@ def _compiled_backward(log: Log, named: PartEvents, made: dict[int, NewStorage],
     released = _releases(needed, named, made, kept)
     # A weight's gradient is freed where it has been added to the parameter's, which the log says, as of workspaces.
     last = {n: at for n, at in needed.items() if n not in named.weight_grads}
-    there = {m.number for entry in log if isinstance(entry, Op) for m in entry.made}
+    there = made_in(log)
     waiting = {n: origins for n, origins in _recomputed(log, made, kept).items() if n not in there}
 
     def makes(op: Op) -> dict[int, int]:
@@ -253,7 +253,7 @@ def _recomputed_apart(backward: Log, made: dict[int, NewStorage], kept: set[int]
     shared = sorted(n for n in kept if made[n].recomputable)
     if not ends or not shared:
         return backward
-    last = max([*made, *(m.number for entry in backward if isinstance(entry, Op) for m in entry.made)])
+    last = max([*made, *made_in(backward)])
     again = {n: last + 1 + i for i, n in enumerate(shared)}
     made.update({m: made[n]._replace(number=m) for n, m in again.items()})
     rest = [
@@ -292,7 +292,7 @@ def _without_last_weight_gradient(log: Log) -> tuple[Log, Log]:
         return log, []
     end = _end_of(log, marked - 1)
     moved = log[marked - 1 : end]
-    made = {m.number for entry in moved if isinstance(entry, Op) for m in entry.made}
+    made = made_in(moved)
     frees = [entry for entry in log[end:] if isinstance(entry, Freed) and entry.number in made]
     rest = [*log[: marked - 1], *(e for e in log[end:] if not any(e is free for free in frees))]
     return rest, [*moved, *frees]

@@ -28,15 +28,14 @@ from forebay.estimate.fit import planning_error
 from forebay.estimate.layers import plan_layers
 from forebay.estimate.parts import WHOLE_LAYER
 from forebay.estimate.placement import sentences
-from forebay.estimate.plan import COLUMNS, EAGER, Fit, bare_model, fit_run, parameters_of
-from forebay.estimate.state import Sharing
+from forebay.estimate.plan import EAGER, Fit, bare_model, fit_run, parameters_of
+from forebay.estimate.state import DTYPE_BYTES, Sharing
 from forebay.estimate.trace_cache import TraceCache
 from forebay.models.families import decoder_layers
 from forebay.policy import format_bytes
 from forebay.train import hf_io
 from forebay.train.parallel import experts_in
 
-_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2}
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 _FSDP = ("full_shard", "shard_grad_op", "auto_wrap")
 _FSDP_CONFIG: Mapping[str, Any] = {
@@ -60,7 +59,7 @@ class TrainerArguments:
     sync_each_batch: bool = key(False, "Reduce gradients of each microbatch (accelerator_config).")
     max_length: int = key(4096, "Tokens of a sequence.", low=1)
     bf16: bool = key(False, "Forward under bf16 autocast.")
-    dtype: str = key("auto", "Dtype in which weights are loaded.", choices=("auto", *_BYTES))
+    dtype: str = key("auto", "Dtype in which weights are loaded.", choices=("auto", *DTYPE_BYTES))
     attn_implementation: str = key(
         "", "Attention.", choices=("", "sdpa", "eager", "flash_attention_2", "flash_attention_3")
     )
@@ -266,20 +265,18 @@ class TrainerPlan:
 
     def table(self) -> Table:
         fits = {"as it is": self.plain, "Forebay": self.managed}
-        budget = self.plain.budget
         table = Table(
             title=f"a process of {self.plain.world} at its peak, in GiB; {parameters_of(self.plain)}",
             caption="\n".join((self.sentence(), *sentences(self.managed.choices), *self.managed.notes, *self.notes)),
             caption_justify="left",
         )
-        for name in ("", "weights", *COLUMNS[1:], "total", *(("headroom",) if budget is not None else ()), "s/step"):
+        _, *columns = self.plain.columns()
+        for name in ("", "weights", *columns, "s/step"):
             table.add_column(name, justify="right" if name else "left")
         for name, fit in fits.items():
-            most = fit.fullest
-            sizes = [*(getattr(most, name) for name in COLUMNS), most.total]
-            sizes += [most.headroom(budget)] if budget is not None else []
             assert fit.step is not None
-            table.add_row(name, *(f"{size / (1 << 30):.2f}" for size in sizes), f"{fit.step.seconds:.3f}")
+            sizes = (f"{size / (1 << 30):.2f}" for size in fit.columns().values())
+            table.add_row(name, *sizes, f"{fit.step.seconds:.3f}")
         return table
 
 
@@ -378,9 +375,9 @@ class _TrainerRun:
         loaded = a.dtype
         if loaded == "auto":
             loaded = str(getattr(declared, "dtype", None) or "bfloat16").removeprefix("torch.")
-        if loaded not in _BYTES:
+        if loaded not in DTYPE_BYTES:
             raise UsageError(
-                f"weights in {loaded} are not counted by this plan; valid for dtype are {', '.join(_BYTES)}"
+                f"weights in {loaded} are not counted by this plan; valid for dtype are {', '.join(DTYPE_BYTES)}"
             )
         compute = "bfloat16" if a.fsdp and a.bf16 else loaded
         if compute == "float32" and experts_in(declared):
@@ -431,7 +428,7 @@ class _TrainerRun:
 
     def _sharing(self) -> Sharing:
         a = self.arguments
-        loaded, compute = _BYTES[self.loaded], _BYTES[self.model["dtype"]]
+        loaded, compute = DTYPE_BYTES[self.loaded], DTYPE_BYTES[self.model["dtype"]]
         return Sharing(
             self.world,
             sharded=a.fsdp,

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, S
 from dataclasses import dataclass, field
 from typing import Any
 
-from forebay.estimate.types import Freed, Log, Mark, Op
+from forebay.estimate.types import Freed, Log, Mark, Op, made_in
 
 
 @dataclass(eq=False)
@@ -92,43 +92,41 @@ def _least_first(graph: _Graph) -> list[_Kernel]:
             left[n] = left.get(n, 0) + 1
     level = sum(graph.sizes[n] for n in graph.inputs if n in left)
     most = max(level, sum(graph.sizes.get(n, 0) for n in graph.outputs))
-    waiting = {kernel: len(kernel.sources) for kernel in graph.kernels}
 
     def freed(kernel: _Kernel) -> int:
         return sum(graph.sizes[n] for n in graph.held(kernel) if left.get(n, 0) == (n not in kernel.makes))
 
+    def key(kernel: _Kernel) -> tuple[int, int, int]:
+        return kernel.size if kernel.size > most - level else 0, kernel.size - freed(kernel), kernel.index
+
     found: list[_Kernel] = []
-    while waiting:
-        gap = most - level
-        ready = [kernel for kernel, sources in waiting.items() if not sources]
-        kernel = min(ready, key=lambda k: (k.size if k.size > gap else 0, k.size - freed(k), k.index))
+    for kernel in _when_ready(graph.kernels, key):
         level += kernel.size
         most = max(most, level)
         level -= freed(kernel)
         for n in graph.held(kernel) - set(kernel.makes):
             left[n] -= 1
-        _run(kernel, waiting, found)
+        found.append(kernel)
     return found
 
 
 def _oldest_first(graph: _Graph) -> list[_Kernel]:
     """Runs next the ready kernel whose sources ran first."""
-    waiting = {kernel: len(kernel.sources) for kernel in graph.kernels}
-    found: list[_Kernel] = []
     ran: dict[_Kernel, int] = {}
+    for kernel in _when_ready(graph.kernels, lambda k: (sorted(ran[s] for s in k.sources), k.index)):
+        ran[kernel] = len(ran)
+    return list(ran)
+
+
+def _when_ready(kernels: Sequence[_Kernel], key: Callable[[_Kernel], Any]) -> Iterator[_Kernel]:
+    """Each kernel after its sources; of those that are ready the first by `key`, as it is when those before have run."""
+    waiting = {kernel: len(kernel.sources) for kernel in kernels}
     while waiting:
-        ready = [kernel for kernel, sources in waiting.items() if not sources]
-        kernel = min(ready, key=lambda k: (sorted(ran[s] for s in k.sources), k.index))
-        ran[kernel] = len(found)
-        _run(kernel, waiting, found)
-    return found
-
-
-def _run(kernel: _Kernel, waiting: dict[_Kernel, int], found: list[_Kernel]) -> None:
-    del waiting[kernel]
-    found.append(kernel)
-    for reader in kernel.readers:
-        waiting[reader] -= 1
+        kernel = min((k for k, sources in waiting.items() if not sources), key=key)
+        del waiting[kernel]
+        for reader in kernel.readers:
+            waiting[reader] -= 1
+        yield kernel
 
 
 def _smallest_first(graph: _Graph) -> list[_Kernel]:
@@ -188,8 +186,7 @@ def _kernels(log: Log, materialized: Set[int], outputs: Collection[int]) -> tupl
 def _made(entries: Sequence[Op | Freed | Mark]) -> dict[int, int]:
     """Results with their bytes, without workspaces."""
     freed = {entry.number for entry in entries if isinstance(entry, Freed)}
-    ops = [entry for entry in entries if isinstance(entry, Op)]
-    return {m.number: m.size for op in ops for m in op.made if m.number not in freed}
+    return {n: storage.size for n, storage in made_in(entries).items() if n not in freed}
 
 
 def _connect(kernels: Sequence[_Kernel]) -> None:

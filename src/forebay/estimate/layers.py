@@ -20,7 +20,7 @@ from forebay.estimate.device import DEFAULT, DeviceProfile
 from forebay.estimate.device import load as load_device
 from forebay.estimate.layer_time import Clock, KernelTime, LayerTimer
 from forebay.estimate.routing import EvenRouting
-from forebay.estimate.state import SAME_HOST, Sharing
+from forebay.estimate.state import DTYPE_BYTES, SAME_HOST, Sharing
 from forebay.estimate.step_time import Beside, Elements, ShardingTime
 from forebay.estimate.trace_cache import TraceCache
 from forebay.estimate.types import GPU_BLOCK, PartTrace, Shape, StageLayers
@@ -227,8 +227,7 @@ def shape_of(config: Config, declared: Any, sharing: Sharing, skew: float = 1.0)
 def sharing_of(config: Config, world: int) -> Sharing:
     """How `world` processes share the model."""
     p, m = config.parallel, config.model
-    size = {"float32": 4, "bfloat16": 2}
-    parameter, compute = size[m.dtype], size[m.computed_in]
+    parameter, compute = DTYPE_BYTES[m.dtype], DTYPE_BYTES[m.computed_in]
     batch = world // p.pp
     several = config.microbatches(batch) > 1
     sharded = world > 1 or config.model.is_mixed
@@ -275,7 +274,7 @@ def slow_link(config: Config, world: int, per_node: int, device: DeviceProfile) 
         moe_layers = sum(any(weight.experts for weight in layer) for layer in layers) / config.parallel.pp
         sharing = world // config.parallel.pp
         rows = EvenRouting.of(declared).between_nodes(ep, per_node, config.parallel.dispatch)
-        row = declared.get_text_config().hidden_size * (2 if config.model.computed_in == "bfloat16" else 4)
+        row = declared.get_text_config().hidden_size * DTYPE_BYTES[config.model.computed_in]
         count = _TRANSFERS * moe_layers * (config.train.batch * config.train.sequence / sharing) * rows * row
         rate = device.link("all_to_all", False, config.microbatch(sharing) * config.train.sequence * rows * row)
         cost = (

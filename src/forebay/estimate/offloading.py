@@ -35,11 +35,12 @@ class PartRun:
         pages: without an arena, a block in place of its pages.
         calls: what each of its calls saves that a store would take, (storage, bytes); see `calls_of`.
         keys: of its calls in the manager's step.
+        following: in a backward, the part whose backward is next.
     """
 
     part: Part
-    blocks: dict[int, Block]
-    x: Block | None
+    blocks: dict[int, Block] = field(default_factory=dict)
+    x: Block | None = None
     offloaded: dict[int, int] = field(default_factory=dict)
     balance: Block | None = None
     shared: Block | None = None
@@ -47,6 +48,7 @@ class PartRun:
     pages: Block | None = None
     calls: tuple[list[tuple[int, int]], ...] = ()
     keys: tuple[Key, ...] = ()
+    following: PartRun | None = None
 
     @property
     def last(self) -> int:
@@ -116,33 +118,31 @@ class OffloadManager:
         self.record("F", run)
         self._transfer("F", run, 0)
 
-    def begin_experts(self, run: PartRun) -> None:
-        """The forward of a sublayer's second call begins, if it has one."""
-        if len(run.calls) > 1:
+    def begin_second_call(self, run: PartRun, way: str) -> None:
+        """A sublayer's other call begins, if it has two: in forward ("F") its experts, in backward ("B") what is before them."""
+        if len(run.calls) < 2:
+            return
+        if way == "F":
             self._leave(run, 0)
             self._transfer("F", run, 1)
+        elif way == "B":
+            self._begin_backward(run, 0)
 
     def end_forward(self, run: PartRun) -> None:
         self._leave(run, run.last)
 
-    def begin_backward(self, run: PartRun, following: PartRun | None) -> None:
-        """`following`: the part whose backward is next."""
+    def begin_backward(self, run: PartRun) -> None:
         self.record("B", run)
-        self._begin_backward(run, run.last, following)
+        self._begin_backward(run, run.last)
 
-    def begin_front(self, run: PartRun, following: PartRun | None) -> None:
-        """The backward of a sublayer's first call begins, if it has two."""
-        if run.last:
-            self._begin_backward(run, 0, following)
-
-    def _begin_backward(self, run: PartRun, call: int, following: PartRun | None) -> None:
+    def _begin_backward(self, run: PartRun, call: int) -> None:
         self._transfer("B", run, call)
         self._fetch(run, call)
         if self.plan is None and run.part.path not in ENDS:
             if call:
                 self._fetch(run, call - 1)
-            elif following is not None:
-                self._fetch(following, following.last)
+            elif run.following is not None:
+                self._fetch(run.following, run.following.last)
 
     def record(self, kind: str, run: PartRun) -> None:
         """A forward or backward begins in the step that plans are made of. An engine's head is recorded only."""

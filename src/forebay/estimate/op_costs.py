@@ -178,17 +178,15 @@ class Tally:
         else:
             self._kernels = 1
             if base in _ROW_PASSES:
-                self._row_pass(sources[0])
+                passed = _ROW_PASS_BYTES * sources[0].numel()
+                loads = passed // 2 if _is_unaligned(sources[0]) else 0
+                self._passes.append(OpCost("pointwise", 0, passed, 0, loads=loads))
             for tensor in sources:
                 if address(tensor) not in self._made:
                     self._read_in_run(tensor)
             for tensor in results:
                 self._made.add(address(tensor))
                 self._unwritten[address(tensor)] = _bytes(tensor)
-
-    def _row_pass(self, rows: Tensor) -> None:
-        moved = _ROW_PASS_BYTES * rows.numel()
-        self._passes.append(OpCost("pointwise", 0, moved, 0, loads=moved // 2 if _is_unaligned(rows) else 0))
 
     def _read_in_run(self, tensor: Tensor) -> None:
         key = address(tensor)

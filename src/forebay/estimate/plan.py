@@ -144,7 +144,9 @@ def _filled(raw: dict[str, Any], source: str, processes: int) -> PlanRequest:
     processes = processes or groups * raw.get("parallel", {}).get("ep", 1)
     sinks = "flex" if so_far.memory.compile and so_far.device.type != "cpu" else "eager"
     choose("model.attention", sinks if str(declared.model_type) in EAGER else "sdpa")
-    choose("parallel.ep", _expert_processes(processes // groups, experts_in(declared)))
+    both = gcd(processes // groups, experts_in(declared) or 1)
+    # The most that one host has and that divide processes and experts.
+    choose("parallel.ep", max(n for n in range(1, SAME_HOST + 1) if both % n == 0))
     if processes > 1:
         choose("parallel.reduce", "microbatch")
     choose("train.batch", _batch(so_far.train.microbatch, processes))
@@ -155,13 +157,7 @@ def _batch(microbatch: int, processes: int) -> int:
     return _MICROBATCHES * processes * (microbatch or 1)
 
 
-def _expert_processes(processes: int, experts: int) -> int:
-    """The most that one host has and that divide both; 1 for a dense model."""
-    both = gcd(processes, experts) if experts else 1
-    return max(n for n in range(1, SAME_HOST + 1) if both % n == 0)
-
-
-COLUMNS = ("parameters", "gradients", "optimizer", "activations", "transient", "cached", "other")
+_PARTS = ("parameters", "gradients", "optimizer", "activations", "transient", "cached", "other")
 
 
 @dataclass(frozen=True)
@@ -246,19 +242,24 @@ class Fit:
 
     def table(self) -> Table:
         scale, unit = (1 << 30, "GiB") if self.fullest.total >= 1 << 30 else (1 << 20, "MiB")
+        time = [] if self.step is None else [_capitalized(self.step.sentence())]
         table = Table(
             title=f"a process of {self.world} at its peak, in {unit}; {parameters_of(self)} in all",
-            caption="\n".join((self.verdict(), *self._placed(), *sentences(self.choices), *self._timed(), *self.notes)),
+            caption="\n".join((self.verdict(), *self._placed(), *sentences(self.choices), *time, *self.notes)),
             caption_justify="left",
         )
         table.add_column("rank", justify="right")
-        for name in (*COLUMNS, "total", *(("headroom",) if self.budget is not None else ())):
+        for name in self.columns():
             table.add_column(name, justify="right")
         for rank in self.ranks:
-            sizes = [*(getattr(rank, name) for name in COLUMNS), rank.total]
-            sizes += [rank.headroom(self.budget)] if self.budget is not None else []
-            table.add_row(str(rank.rank), *(f"{size / scale:.2f}" for size in sizes))
+            table.add_row(str(rank.rank), *(f"{size / scale:.2f}" for size in self.columns(rank).values()))
         return table
+
+    def columns(self, rank: RankFit | None = None) -> dict[str, int]:
+        """Bytes of a rank, by default the fullest, by the names of a table's columns."""
+        rank = rank or self.fullest
+        sizes = {name: getattr(rank, name) for name in (*_PARTS, "total")}
+        return sizes if self.budget is None else {**sizes, "headroom": rank.headroom(self.budget)}
 
     def _placed(self) -> list[str]:
         return [
@@ -266,9 +267,6 @@ class Fit:
             f"{format_bytes(p['held_bytes'])} are held ({100 * p['held_bytes'] / max(p['saved_bytes'], 1):.0f} %)."
             for p in self.placements()
         ]
-
-    def _timed(self) -> list[str]:
-        return [] if self.step is None else [_capitalized(self.step.sentence())]
 
 
 def _capitalized(sentence: str) -> str:
@@ -426,7 +424,10 @@ def _estimator(
     text, routing = declared.get_text_config(), EvenRouting.of(declared)
     facts = traces.facts(c)
     if routing.experts and sharing.trainer:
-        _check_routers(facts.model)
+        try:
+            RouterStats(facts.model)  # refuses the routers that `forebay train` refuses
+        except ValueError as error:
+            raise UsageError(f"model.family: {error}") from error
     called = why_called(c, sharing.gpu, routing.experts)
     notes = _model_notes(c, facts.attention, routing.experts, skew)
     placements, light, whole = dict[str, str](), set[int](), set[int]()
@@ -466,14 +467,6 @@ def _estimator(
         budget=budget,
         auto=auto,
     ), notes
-
-
-def _check_routers(model: Any) -> None:
-    """Raise UsageError for routers that `forebay train` refuses."""
-    try:
-        RouterStats(model)
-    except ValueError as error:
-        raise UsageError(f"model.family: {error}") from error
 
 
 def _mask_bytes(config: Config, text: Any, shape: Shape, microbatches: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from types import MappingProxyType
 
 from forebay.estimate.fsdp import ParamGroup
@@ -81,12 +82,8 @@ class RankRun:
         # An engine's head runs its backward at once.
         ends = ("head",) if self.engine else ()
         kept = {n: sum(part.kept for part in parts if part.path not in ends) for n, parts in self.stages.items()}
-        now = most = 0
-        for action in self.actions:
-            for one in action.each:
-                now += kept.get(one.stage, 0) * _HELD.get(one.kind, 0)
-            most = max(most, now)
-        return most
+        changes = (sum(kept.get(o.stage, 0) * _HELD.get(o.kind, 0) for o in action.each) for action in self.actions)
+        return max(accumulate(changes, initial=0))
 
     @property
     def engine(self) -> bool:

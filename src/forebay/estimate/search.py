@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
-from functools import partial
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 from rich.table import Table
@@ -380,15 +380,12 @@ def largest_of_both(
     if result.next is None or not captured(result.next.value):
         return result
     try:
-        low, step, last = values.index(result.next.value), 1, len(values) - 1
-        while captured(values[high := min(low + step, last)]):
-            if high == last:
-                return result
-            low, step = high, 2 * step
-        while high - low > 1:
-            middle = (low + high) // 2
-            low, high = (middle, high) if captured(values[middle]) else (low, middle)
-        launched = largest(values[high:], room)
+        rest = values[values.index(result.next.value) :]
+        last = _bisect(len(rest), cache(lambda place: 1 if captured(rest[place]) else -1))
+        assert last is not None
+        if last == len(rest) - 1:
+            return result
+        launched = largest(rest[last + 1 :], room)
     except KeyboardInterrupt:
         return replace(result, next=None, interrupted=True)
     tried = tuple({t.value: t for t in (*result.tried, *launched.tried)}.values())

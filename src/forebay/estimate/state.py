@@ -36,7 +36,9 @@ CHANNEL_SEND, CHANNEL_RECEIVE = 2 << 20, 10 << 20
 """Bytes that a channel takes more with the first message to a rank, and from one."""
 MESSAGES = 62 << 20
 """Bytes of NCCL's kernels that send messages to one rank."""
-_DTYPES = MappingProxyType({4: torch.float32, 2: torch.bfloat16})  # of `forebay train`, by their bytes
+DTYPE_BYTES = MappingProxyType({"float32": 4, "bfloat16": 2})
+"""Bytes of an element of the dtypes that are planned."""
+_DTYPES = MappingProxyType({size: getattr(torch, name) for name, size in DTYPE_BYTES.items()})
 PEER = 384 << 20
 """Bytes that an all-to-all through NCCL takes for each peer on the host: 0.35 GiB with one, 1.10 with three."""
 

@@ -33,7 +33,19 @@ from forebay.estimate.op_recorder import OpRecorder
 from forebay.estimate.planned_dispatch import PlannedDispatcher
 from forebay.estimate.routing import EvenRouting
 from forebay.estimate.state import weight_name
-from forebay.estimate.types import PAGE, Freed, LayerTrace, Log, Mark, ModelTrace, Op, PartEvents, PartTrace, Shape
+from forebay.estimate.types import (
+    PAGE,
+    Freed,
+    LayerTrace,
+    Log,
+    Mark,
+    ModelTrace,
+    Op,
+    PartEvents,
+    PartTrace,
+    Shape,
+    made_in,
+)
 from forebay.memory.overrides import ModuleCallSite
 from forebay.models.blocks import SublayerCallSite, install_sublayers
 from forebay.models.families import decoder_layers, final_norm, moe_blocks
@@ -65,13 +77,12 @@ def trace_model(model: Any, shape: Shape, like: ModelTrace | None = None) -> Mod
     several = 2 if like is None else 1  # what layers share, the first one saves
     numbers = sorted(n for k in set(kinds) for n in [i for i, kind in enumerate(kinds) if kind == k][:several])
     routers = len(moe_blocks(model))
-    last, shares = _last_of_kinds(
-        [
-            (f"{layers_path(model)}.{n}.{name}", kind)
-            for n in numbers
-            for name, kind in zip(names[n], kinds[n], strict=True)
-        ]
-    )
+    sublayers = {
+        f"{layers_path(model)}.{n}.{name}": kind for n in numbers for name, kind in zip(names[n], kinds[n], strict=True)
+    }
+    # What layers share, such as rotary tables, the first one saves, so the last one has the figures of its kind.
+    last = {kind: path for path, kind in sublayers.items()}
+    shares = frozenset(sublayers).difference(last.values())
     model = _with_layers(model, numbers)
     model.config.use_cache = False
     with torch.enable_grad(), FakeTensorMode(), GpuFunctions() if shape.gpu else nullcontext():
@@ -164,15 +175,6 @@ def _kind(layer: Any, mixer: str, block: str) -> LayerKind:
 
 def _shapes(module: nn.Module) -> tuple[Any, ...]:
     return tuple((name, tuple(p.shape), p.dtype) for name, p in module.named_parameters())
-
-
-def _last_of_kinds(sublayers: list[tuple[str, Any]]) -> tuple[dict[Any, str], frozenset[str]]:
-    """Paths of the last sublayer of each kind among those of these paths and kinds, and paths of the others.
-
-    What layers share, such as rotary tables, the first one saves, so the last one has the figures of its kind.
-    """
-    last = {kind: path for path, kind in sublayers}
-    return last, frozenset(path for path, _ in sublayers).difference(last.values())
 
 
 @dataclass
@@ -353,7 +355,10 @@ class TraceRun:
                 self._masks_made = self._masks_made or _live_bytes(self._recorder.log[self._embedded :])
             shared = [leaf for leaf in tree_leaves(keywords) if isinstance(leaf, Tensor)]
             for tensor in shared:
-                self._give(tensor)
+                if self._share(tensor):
+                    size = self._recorder.size(tensor)
+                    self._given[self._recorder.number(tensor)] = size
+                    self._bytes_given += size
             self._arguments[site.path] = [self._recorder.number(tensor) for tensor in shared]
 
             def run(x: Tensor) -> Tensor:
@@ -425,8 +430,7 @@ class TraceRun:
 
     def _shared_bytes(self, saved: Mapping[int, int], log: Log, x: Tensor | None) -> int:
         """Bytes of the saved storages that this part neither makes nor gets as its input: all layers share these."""
-        own = {m.number for entry in log if isinstance(entry, Op) for m in entry.made}
-        own |= {-1} if x is None else {-1, self._recorder.number(x)}
+        own = {-1, *made_in(log)} | ({self._recorder.number(x)} if x is not None else set())
         shared = {number: size for number, size in saved.items() if number not in own}
         for number in shared:
             self._given.pop(number, None)
@@ -453,12 +457,6 @@ class TraceRun:
             r = self._recorder
             saved[reference] = r.number(tensor), r.size(tensor), r.origins(tensor)
         return tensor.detach()
-
-    def _give(self, tensor: Tensor) -> None:
-        if self._share(tensor):
-            size = self._recorder.size(tensor)
-            self._given[self._recorder.number(tensor)] = size
-            self._bytes_given += size
 
     @property
     def given(self) -> tuple[int, ...]:
@@ -497,10 +495,9 @@ class TraceRun:
         log = recorder.log[at:]
         if part.x is not None:
             part.x.grad = None
-        own = {m.number for entry in (*recorder.log[part.log], *log) if isinstance(entry, Op) for m in entry.made}
-        transferred = frozenset(recorder.transferred & own)
-        named = PartEvents(x, out, given, dx, self._weight_grads, part.kept, transferred, *part.experts)
         forward = recorder.log[part.log]
+        transferred = frozenset(recorder.transferred & made_in([*forward, *log]).keys())
+        named = PartEvents(x, out, given, dx, self._weight_grads, part.kept, transferred, *part.experts)
         if self.shape.compiled and Mark.FINAL_NORM_BACKWARD in log:
             events = head_events(forward, log, named, *self._norm)
         else:
@@ -583,8 +580,8 @@ class TraceRun:
 
 def _live_bytes(log: Log) -> int:
     """Bytes of what a log makes and does not free."""
-    made = {m.number: m.size for entry in log if isinstance(entry, Op) for m in entry.made}
-    return sum(made.values()) - sum(made.get(entry.number, 0) for entry in log if isinstance(entry, Freed))
+    freed = {entry.number for entry in log if isinstance(entry, Freed)}
+    return sum(storage.size for n, storage in made_in(log).items() if n not in freed)
 
 
 def _derived(number: int, log: Log) -> frozenset[int]:

@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from typing import NamedTuple
@@ -64,6 +64,11 @@ class Freed(NamedTuple):
 
 
 Log = list[Op | Freed | Mark]
+
+
+def made_in(log: Iterable[Op | Freed | Mark]) -> dict[int, NewStorage]:
+    """The storages that the operations of a log make, by number."""
+    return {m.number: m for entry in log if isinstance(entry, Op) for m in entry.made}
 
 
 @dataclass(frozen=True)

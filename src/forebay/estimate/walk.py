@@ -8,8 +8,7 @@ leaves for the next, a `StepWalk` plays the forwards and backwards of one step.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Hashable, Iterator, Mapping, Sequence
-from functools import partial
+from collections.abc import Generator, Hashable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 from forebay.estimate.allocator import ACTIVATIONS, GRADIENTS, OPTIMIZER, ROLES, TRANSIENT, Block, CachingAllocator
@@ -185,7 +184,10 @@ class StepWalk:
         self._arrived: dict[tuple[str, int, int], Block] = {}
         self._sent: list[Block] = []
         self._token_grads: list[Block] = []
-        self._given: list[Block] = []  # of the forward that runs, see `Part.given`; none in an engine
+        # Of the forward that runs: see `Part.given` (none in an engine); the first layer's input, masks and what else the base
+        # model's frame holds until all layers have run.
+        self._given: list[Block] = []
+        self._model_inputs: list[Block] = []
         # Deferred weight gradients of split backwards: transient bytes of making each, and the tensors that they wait with.
         self._deferred: dict[tuple[int, int], list[tuple[list[int], list[Block]]]] = {}
         self._paged = memory.arena is not None
@@ -254,21 +256,20 @@ class StepWalk:
         if engine and parts[-1].path == "head":
             parts = parts[:-1]  # `_hand_on` runs it
         layer_inputs: list[Block] = []  # a layer's caller holds its input until it returns
-        model_inputs: list[Block] = []  # the base model's frame holds the first layer's until all layers have run
         for nth, part in enumerate(parts):
             if x is None and part.path != "embedding":
                 x = self._malloc(self._run.hidden)
-            run = self._begin_part(part, x, model_inputs)
+            run = self._begin_part(part, x)
             runs.append(run)
             if part.path == "head" and x is not None and not part.events.saves_x:
-                model_inputs.append(x)
+                self._model_inputs.append(x)
                 run.x = x = None
-            output = yield from self._part_forward(run, model_inputs)
+            output = yield from self._part_forward(run)
             if x is not None and not self._keeps_input(part):
                 run.x = None
                 first = nth == 1 and parts[0].path == "embedding" and not engine
                 if part.attention:
-                    (model_inputs if first else layer_inputs).append(x)
+                    (self._model_inputs if first else layer_inputs).append(x)
                 else:
                     self._allocator.free(x)
             if part.balance and not self._run.router_loss:
@@ -280,7 +281,7 @@ class StepWalk:
             x = output
             if self._yields_after(part):
                 yield  # after a dense layer
-        self._allocator.clear(model_inputs)
+        self._allocator.clear(self._model_inputs)
         assert x is not None
         self._hand_on(stage, microbatch, x)
 
@@ -302,23 +303,17 @@ class StepWalk:
         path = self._running.pop(way)
         self._live[path] = self._live.get(path, 0) + (1 if way == "forward" else -1)
 
-    def _part_forward(self, run: PartRun, model_inputs: list[Block]) -> Generator[None, None, Block]:
+    def _part_forward(self, run: PartRun) -> Generator[None, None, Block]:
         events = run.part.events
-        on_mark: dict[int, Callable[[], None]] = {
-            Mark.FINAL_NORM_END: partial(self._allocator.clear, model_inputs),
-            Mark.PAGES: partial(self._take_pages, run),
-        }
-        played = events.forward_no_grad if run.part.placement == "recompute" else events.forward
-        on_call = partial(self._manager.begin_experts, run)
-        yield from self._play(run.blocks, played, run.part, on_mark=on_mark, stop=Mark.EXPERTS_BEGIN, on_call=on_call)
+        yield from self._play(run, events.forward_no_grad if run.part.placement == "recompute" else events.forward, "F")
         output = run.blocks.pop(events.output)
         self._place_saved(run)
         return output
 
-    def _begin_part(self, part: Part, x: Block | None, model_inputs: list[Block]) -> PartRun:
+    def _begin_part(self, part: Part, x: Block | None) -> PartRun:
         # An engine's model makes what its layers share once, from hidden states of its own (`forebay.pipeline.model`).
         alone = [self._malloc(size) for size in (self._run.hidden, part.unused) if size and self._makes_tables(part)]
-        shared = self._shared(part, model_inputs)
+        shared = self._shared(part)
         if part.path != "embedding":
             self._memory.workspace(0)  # rotary tables, which come before the layers, are matrix products
         if alone:
@@ -326,14 +321,14 @@ class StepWalk:
             self._allocator.free_all(alone)
         self._running["forward"] = part.path
         self._params.enter(part.place, part.mlp, False)
-        run = PartRun(part, {}, x, shared=shared)
+        run = PartRun(part, x=x, shared=shared)
         if part.held and self._given:
             run.held = [self._given[place] for place in part.held]
-            model_inputs[:] = [block for block in model_inputs if block not in run.held]
+            self._model_inputs = [block for block in self._model_inputs if block not in run.held]
         self._manager.begin_forward(run)
         return run
 
-    def _shared(self, part: Part, model_inputs: list[Block]) -> Block | None:
+    def _shared(self, part: Part) -> Block | None:
         """Masks and tables that layers share; None if this forward makes none. An engine keeps those of its first one.
         Otherwise the base model's frame holds those that are not saved."""
         if self._makes_tables(part):
@@ -343,17 +338,17 @@ class StepWalk:
         if not part.shared or self._run.engine:
             return None
         self._given = [self._malloc(size) for size in part.given]
-        model_inputs += [*([self._malloc(part.unused)] if part.unused else []), *self._given]
+        self._model_inputs += [*([self._malloc(part.unused)] if part.unused else []), *self._given]
         return self._malloc(part.shared, ACTIVATIONS)
 
     def _run_last_norm(self) -> None:
         """The base model's norm, of hidden states that nothing reads."""
         head = next((parts[-1] for parts in self._run.stages.values() if parts[-1].path == "head"), None)
         events = (head.events.forward_no_grad or head.events.forward) if head is not None else ()
-        blocks: dict[int, Block] = {}
         if head is not None and (-1, Mark.FINAL_NORM_END) in events:
-            _drain(self._play(blocks, events[: events.index((-1, Mark.FINAL_NORM_END))], head))
-        self._allocator.free_all(blocks.values())
+            run = PartRun(head)
+            _drain(self._play(run, events[: events.index((-1, Mark.FINAL_NORM_END))], "F"))
+            self._allocator.free_all(run.blocks.values())
 
     def _makes_tables(self, part: Part) -> bool:
         return part.shared > 0 and self._run.engine and self._memory.tables is None
@@ -395,8 +390,8 @@ class StepWalk:
             run = runs.pop()
             part = run.part
             self._running["backward"] = part.path
-            following = runs[-1] if runs else None
-            self._manager.begin_backward(run, following)
+            run.following = runs[-1] if runs else None
+            self._manager.begin_backward(run)
             if part.path == "embedding" and self._run.summed:
                 self._sum_token_grads(run, dy)
                 self._end_part("backward")
@@ -407,7 +402,7 @@ class StepWalk:
             if part.with_previous:
                 run.x = yield from self._recompute(runs[-1])
             deferred = split and bool(part.trace.deferred)
-            dx = yield from self._part_backward(run, dy, deferred, following)
+            dx = yield from self._part_backward(run, dy, deferred)
             if deferred:
                 # Gradients that are added to a sum as they are made need rows of tokens only.
                 rows = [part.trace.token_rows] * len(part.expert_grads)
@@ -432,73 +427,63 @@ class StepWalk:
             self._token_grads.append(dy)
             self._allocator.set_role(dy, GRADIENTS)
 
-    def _part_backward(
-        self, run: PartRun, dy: Block, deferred: bool, following: PartRun | None
-    ) -> Generator[None, None, Block | None]:
+    def _part_backward(self, run: PartRun, dy: Block, deferred: bool) -> Generator[None, None, Block | None]:
         """The gradient of its input. `deferred`: without the experts' weight gradients."""
         part, events, blocks = run.part, run.part.events, run.blocks
         elsewhere = deferred or (self._run.sharing.adds_in_place and part.trace.deferred)
-        backward = part.without_expert_grads if elsewhere else events.backward
         if part.placement == "recompute" and not blocks and events.second_run:
-            yield from self._play(blocks, events.second_run, part, thread=1)
+            yield from self._play(run, events.second_run, "again")
         elif part.placement == "recompute" and not blocks:
             self._allocator.free((yield from self._recompute(run)))
         blocks[events.gradient] = dy
         if run.x is not None:
             blocks[events.x] = run.x
-        on_mark: dict[int, Callable[[], None]] = {
-            Mark.ALL_TO_ALL_END: partial(self._release_pages, run),
-            Mark.PAGES: partial(self._read_pages, run),
-        }
-        on_call = partial(self._manager.begin_front, run, following)
-        yield from self._play(
-            blocks, backward, part, frozenset(events.weight_grads), 1, on_mark, Mark.EXPERTS_END, on_call
-        )
-        dx = blocks.pop(events.dx, None)
-        self._allocator.free_all(block for block in blocks.values() if block is not dx)
+        yield from self._play(run, part.without_expert_grads if elsewhere else events.backward, "B")
+        dx = self._take_dx(run)
         self._allocator.free_all(block for block in (run.balance, run.shared, *run.held) if block is not None)
+        return dx
+
+    def _take_dx(self, run: PartRun) -> Block | None:
+        """The gradient of the input; all else that is left of a backward is freed."""
+        dx = run.blocks.pop(run.part.events.dx, None)
+        self._allocator.free_all(run.blocks.values())
         return dx
 
     def _recompute(self, run: PartRun) -> Generator[None, None, Block]:
         """Run a part's forward again; its output."""
-        yield from self._play(run.blocks, run.part.events.forward, run.part, thread=1)
+        yield from self._play(run, run.part.events.forward, "again")
         return run.blocks.pop(run.part.events.output)
 
     def _balance(self, loss: Part, runs: Sequence[PartRun]) -> None:
         """The load-balancing loss, forward and backward. Layers hold the gradients of their logits until their backwards."""
-        events = loss.events
-        blocks: dict[int, Block] = {}
-        _drain(self._play(blocks, events.forward, loss))
-        blocks[events.gradient] = self._malloc(1)
-        _drain(self._play(blocks, events.backward, loss, thread=1))
+        events, run = loss.events, PartRun(loss)
+        _drain(self._play(run, events.forward, "F"))
+        run.blocks[events.gradient] = self._malloc(1)
+        _drain(self._play(run, events.backward, "B"))
         for number in (events.gradient, events.output):
-            if (block := blocks.pop(number, None)) is not None:
+            if (block := run.blocks.pop(number, None)) is not None:
                 self._allocator.free(block)
         # Each is of some layers in a row, whose first one runs its backward last. The last layers' is made first.
         routers = [run for run in runs if run.part.balance]
-        for nth, number in enumerate(sorted(blocks, reverse=True)):
-            run = routers[nth * len(routers) // len(blocks)]
-            run.balance = blocks[number]
-            self._allocator.set_role(run.balance, ACTIVATIONS)
+        gradients = [block for _, block in sorted(run.blocks.items(), reverse=True)]
+        for nth, gradient in enumerate(gradients):
+            routers[nth * len(routers) // len(gradients)].balance = gradient
+            self._allocator.set_role(gradient, ACTIVATIONS)
 
     def _loss(self, head: Part, x: Block) -> Block:
         """An engine's head, forward and backward at once: the gradient of its input."""
-        events = head.events
-        blocks: dict[int, Block] = {}
+        events, run = head.events, PartRun(head)
         self._running["forward"] = head.path
-        self._manager.record("F", PartRun(head, blocks, None))
+        self._manager.record("F", run)
         self._params.enter("head", False, True)
         # The engine adds the head's weight gradient to a sum of its own.
         elsewhere = events.head_sum if self._run.summed else frozenset()
-
-        def without_sums(given: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-            return [event for event in given if event[0] not in elsewhere]
-
-        _drain(self._play(blocks, without_sums(events.forward), head))
-        blocks[events.x] = x
-        _drain(self._play(blocks, without_sums(events.backward), head, frozenset(events.weight_grads), 1))
-        dx = blocks.pop(events.dx)
-        self._allocator.free_all(block for block in blocks.values() if block is not dx)
+        forward, backward = ([e for e in given if e[0] not in elsewhere] for given in (events.forward, events.backward))
+        _drain(self._play(run, forward, "F"))
+        run.blocks[events.x] = x
+        _drain(self._play(run, backward, "B"))
+        dx = self._take_dx(run)
+        assert dx is not None
         self._end_part("forward")
         return dx
 
@@ -526,78 +511,71 @@ class StepWalk:
 
     # --- both -----------------------------------------------------------------------------------------------------
 
-    def _play(
-        self,
-        blocks: dict[int, Block],
-        events: Sequence[tuple[int, int]],
-        part: Part,
-        weight_grads: frozenset[int] = frozenset(),
-        thread: int = 0,
-        on_mark: Mapping[int, Callable[[], None]] = MappingProxyType({}),
-        stop: int = -1,
-        on_call: Callable[[], None] = lambda: None,
-    ) -> Iterator[None]:
-        """Play events on blocks; in an engine yields after each transfer.
+    def _play(self, run: PartRun, events: Sequence[AllocEvent], way: str) -> Iterator[None]:
+        """Play events of a part; in an engine yields after each transfer.
+
+        A computation of an engine's MoE layer ends at marks too if nothing is transferred. What the operation before such a mark
+        read alone is freed first.
 
         Args:
-            thread: whose cuBLAS workspace is used; 1 is autograd's, which only runs without an engine have.
-            on_mark: called at marks; that of `ALL_TO_ALL_END` when the experts' weight gradients have been made.
-            stop: a mark where a computation of an engine's MoE layer ends if nothing is transferred. What the operation before it
-                read alone is freed first.
-            on_call: called when an engine's second call of a MoE layer begins: the experts, and in backward what is before them.
+            way: "F" for a forward, "again" for one that is repeated in backward, "B" for a backward.
         """
-        stops = self._stops(events, stop) if self._run.engine and not part.events.transferred else []
-        due: tuple[None, ...] = ()
+        part, blocks, engine = run.part, run.blocks, self._run.engine
         transfers, transferred = 0, part.events.transferred
+        stop = {"F": Mark.EXPERTS_BEGIN, "B": Mark.EXPERTS_END}.get(way)
+        stops = self._stops(events, stop) if engine and not transferred else []
+        due: tuple[None, ...] = ()
         malloc, free = self._allocator.malloc, self._allocator.free
+        weight_grads: Mapping[int, str] = part.events.weight_grads if way == "B" else {}
         for number, size in events:
             if due and size:
                 yield from due
                 due = ()
                 if not stops:
-                    on_call()
+                    self._manager.begin_second_call(run, way)
             if number >= 0 and size:
                 blocks[number] = malloc(size, self._transfer_stream if number in transferred else self._stream)
             elif number >= 0:
                 block = blocks.pop(number, None)
                 if block is not None and not (
-                    number in weight_grads and self._params.keeps(part.place, part.events.weight_grads[number], block)
+                    number in weight_grads and self._params.keeps(part.place, weight_grads[number], block)
                 ):
                     free(block)
             elif size == stop:
                 due = stops.pop(0) if stops else ()
             elif size != Mark.ALL_TO_ALL_END:
-                self._mark(size, part, thread, transfers, on_mark)
+                self._mark(size, run, way, transfers)
             else:
-                if self._run.engine:
+                if engine:
                     yield
-                if weight_grads and transfers:  # after the experts' backward
-                    if Mark.ALL_TO_ALL_END in on_mark:
-                        on_mark[Mark.ALL_TO_ALL_END]()
-                    if self._run.engine:
+                if way == "B" and transfers:  # the experts' weight gradients have been made
+                    self._release_pages(run)
+                    if engine:
                         yield
-                if self._run.engine and transfers == (stop == Mark.EXPERTS_END):
-                    on_call()
+                if engine and transfers == (way == "B"):
+                    self._manager.begin_second_call(run, way)
                 if not transfers:
                     self._params.compute_experts(part.place, True)
                 transfers += 1
         if due:
             yield from due
-            on_call()
+            self._manager.begin_second_call(run, way)
 
-    def _mark(
-        self, mark: int, part: Part, thread: int, transfers: int, on_mark: Mapping[int, Callable[[], None]]
-    ) -> None:
+    def _mark(self, mark: int, run: PartRun, way: str, transfers: int) -> None:
         if mark == Mark.MATMUL:
-            # An engine's backwards have no thread of their own.
-            self._memory.workspace(0 if self._run.engine else thread)
-        elif mark in (Mark.FINAL_NORM_END, Mark.PAGES) and mark in on_mark:
-            on_mark[mark]()
+            # Autograd's thread has a workspace of its own; an engine's backwards have no such thread.
+            self._memory.workspace(0 if self._run.engine or way == "F" else 1)
+        elif mark == Mark.FINAL_NORM_END:
+            self._allocator.clear(self._model_inputs)
+        elif mark == Mark.PAGES and way == "F":
+            self._take_pages(run)
+        elif mark == Mark.PAGES:
+            self._read_pages(run)
         elif mark == Mark.ALL_TO_ALL_BEGIN and transfers:
-            self._params.compute_experts(part.place, False)
+            self._params.compute_experts(run.part.place, False)
 
     @staticmethod
-    def _stops(events: Sequence[AllocEvent], stop: int) -> list[tuple[None, ...]]:
+    def _stops(events: Sequence[AllocEvent], stop: Mark | None) -> list[tuple[None, ...]]:
         """At each mark `stop`, how often to yield. A backward has two stops: after the experts' input gradients, and after their
         weight gradients, even if there are none."""
         marks = events.count((-1, stop))

@@ -314,9 +314,9 @@ class StepWalk:
         # An engine's model makes what its layers share once, from hidden states of its own (`forebay.pipeline.model`).
         makes_tables = self._makes_tables(part)
         alone = [self._malloc(size) for size in (self._run.hidden, part.unused) if size and makes_tables]
-        shared = self._shared(part)
         if makes_tables or (not self._run.engine and part.path != "embedding"):
             self._memory.workspace(0)  # rotary tables, which come before the layers, are matrix products
+        shared = self._shared(part)
         if alone:
             self._run_last_norm()
             self._allocator.free_all(alone)

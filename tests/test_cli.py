@@ -343,6 +343,7 @@ PLAN, TRAIN = ["plan", "{folder}/config.toml"], ["train", "{folder}/config.toml"
         (PLAN, ["--budget=much"], ["'much' is no size in bytes"]),
         (PLAN, ["--world=3"], ["train.batch = 2 is no multiple of the 3 processes"]),
         (PLAN, ["--world=0"], ["--gpus 0"]),
+        (PLAN, [f"--world={2**63}", "--search=mesh"], ["--gpus 9223372036854775808", "at most 1000000"]),
         (PLAN, ["--skew=0.5"], ["--skew 0.5"]),
         (PLAN, ["--skew=inf"], ["--skew inf"]),
         (PLAN, ['--set=memory.policy={"model.nothing" = "offload"}'], ["matches no module"]),

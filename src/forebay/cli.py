@@ -358,8 +358,12 @@ def _planned_partition(config: "Config") -> "Callable[[], Partition] | None":
 
 
 def _plan(options: argparse.Namespace) -> int:
-    if options.world is not None and options.world < 1:
-        raise UsageError(f"--gpus {options.world} is not a number of processes; it must be at least 1")
+    from forebay.config import MOST_PROCESSES
+
+    if options.world is not None and not 1 <= options.world <= MOST_PROCESSES:
+        raise UsageError(
+            f"--gpus {options.world} is not a number of processes; it must be at least 1 and at most {MOST_PROCESSES}"
+        )
     if not 1 <= options.skew < math.inf:
         raise UsageError(
             f"--skew {options.skew} is no such ratio; it is relative to even routing and must be at least 1"

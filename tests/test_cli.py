@@ -402,6 +402,13 @@ def test_an_unexpected_error_is_one_sentence_too(run: Run, config: str, monkeypa
         run("train", config, "--debug")
 
 
+@pytest.mark.parametrize("command", ["train", "profile"])
+def test_a_host_that_has_too_little_memory(run: Run, config: str, command: str) -> None:
+    """Torch raises a RuntimeError for it."""
+    said = "the host is out of memory: can't allocate memory: you tried to allocate"
+    refused(run(command, config, f"--set=model.config.vocab_size={10**12}"), said, code=3)
+
+
 @pytest.mark.parametrize(("share", "advice"), [(0.95, "the planner finds placements that fit"), (0.7, "microbatch")])
 def test_out_of_memory_says_what_fits(
     run: Run, config: str, monkeypatch: pytest.MonkeyPatch, share: float, advice: str

@@ -68,6 +68,7 @@ def test_overrides(tmp_path: Path) -> None:
         (with_key("train", steps="many"), ["train.steps", "'many'", "a whole number"]),
         (with_key("train", steps=True), ["train.steps", "a whole number"]),
         (with_key("train", steps=0), ["train.steps", "at least 1"]),
+        (with_key("train", time_limit="9" * 400 + "d"), ["train.time_limit", "is no duration"]),
         (with_key("train", batch=99999999999999), ["train.batch", "at most 1000000000"]),
         (with_key("parallel", pp=2**31), ["parallel.pp", "at most 1000000"]),
         (with_key("optimizer", lr=float("nan")), ["optimizer.lr", "a number"]),

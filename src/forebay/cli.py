@@ -22,7 +22,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from forebay import __version__
-from forebay.errors import DoesNotFit, ForebayError, Interrupted, ReportedElsewhere, RunError, UsageError, exit_code_of
+from forebay.errors import (
+    DoesNotFit,
+    ForebayError,
+    Interrupted,
+    ReportedElsewhere,
+    RunError,
+    UsageError,
+    exit_code_of,
+    host_is_full,
+    lacks_host_memory,
+)
 from forebay.policy import BudgetError, PolicyError, format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -106,6 +116,8 @@ def _run_command(options: argparse.Namespace) -> int:
         if isinstance(error, OSError) and error.errno in _FULL:  # a full disk; files are named where they are written
             unwritten = RunError(f"the output cannot be written: {error.strerror}")
             return _fail(unwritten, RunError.exit_code, options.debug, error)
+        if lacks_host_memory(error):
+            return _fail(host_is_full(error), DoesNotFit.exit_code, options.debug, error)
         if options.debug:
             raise
         sentence = f"{type(error).__name__}: {error}; this is unexpected, --debug shows where it happened"

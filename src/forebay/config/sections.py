@@ -456,7 +456,8 @@ def parse_duration(text: str) -> float:
     Raises:
         ValueError: not a duration, or 0.
     """
-    found = re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", text.replace(" ", ""))
+    number = r"(?:(\d{1,9})%s)?"  # longer ones may be beyond all floats
+    found = re.fullmatch("".join(number % unit for unit in "dhms"), text.replace(" ", ""))
     seconds = (
         0 if found is None else sum(int(n or 0) * s for n, s in zip(found.groups(), (86400, 3600, 60, 1), strict=True))
     )

@@ -42,6 +42,8 @@ from forebay.errors import (
     UsageError,
     exit_code_of,
     first_line,
+    host_is_full,
+    lacks_host_memory,
 )
 from forebay.memory.step import StepReport
 from forebay.pipeline.partition import Partition
@@ -221,9 +223,9 @@ def _naming_lost(heart: Heartbeat | None, advice: Callable[[], str]) -> Iterator
     """Context that turns the error of a collective, whose text names no process, into one that names the lost process."""
     try:
         yield
-    except torch.OutOfMemoryError:  # a RuntimeError too
-        raise
     except (RuntimeError, ForebayError) as error:
+        if isinstance(error, torch.OutOfMemoryError) or lacks_host_memory(error):  # RuntimeErrors too
+            raise
         # Collectives fail inside of a save and of the choice of a dispatcher too, which wrap what they raise.
         raised = error if isinstance(error, RuntimeError) else checkpoint.cause_of(error.__cause__ or error)
         lost = heart.find_lost() if heart is not None and isinstance(raised, RuntimeError) else None
@@ -237,11 +239,13 @@ def _advising_memory(mesh: Mesh, what_fits: Callable[[int], str] | None, patienc
     """Context that turns a lack of memory into `DoesNotFit`, with advice if it is the device's. `patience`: see `_advice`."""
     try:
         yield
-    except MemoryError as error:
-        raise DoesNotFit(f"the host is out of memory: {first_line(error)}") from error
     except torch.OutOfMemoryError as error:
         advice = "" if what_fits is None else _advice_of_first(mesh, partial(_advice, what_fits, mesh, patience))
         raise DoesNotFit("; ".join(filter(None, (first_line(error), advice)))) from error
+    except (MemoryError, RuntimeError) as error:
+        if lacks_host_memory(error):
+            raise host_is_full(error) from error
+        raise
 
 
 def _advice(what_fits: Callable[[int], str], mesh: Mesh, patience: float) -> str:

@@ -22,7 +22,7 @@ from forebay.models.router import BIASES, biases_to_float32
 from forebay.models.sinks import has_eager_sinks
 from forebay.train import hf_weights
 from forebay.train.distributed import on_all
-from forebay.train.durable import make_folder, sync, sync_tree
+from forebay.train.durable import LOCK, FolderLock, holder, make_folder, sync, sync_tree
 from forebay.train.hf_weights import incomplete, initialize, initialize_buffers, materialize, mis_shaped, not_tied
 from forebay.train.model_checks import check_sizes
 from forebay.train.tokenizer import load_tokenizer
@@ -102,44 +102,69 @@ def build(
 def save(model: Any, out: Path, tokenizer: Path | None = None, source: Path | None = None) -> None:
     """Write `model` and the tokenizer's files as a folder that ``from_pretrained`` loads.
 
-    The folder is written under another name and renamed, so `out` is whole or does not exist.
+    The folder is written under another name and renamed, so `out` is whole or does not exist. What a killed process left there is
+    removed. A symbolic link stays one.
 
     Args:
         tokenizer: folder of the tokenizer.
         source: folder of the model that training began from, whose settings of ``generate`` are kept.
 
     Raises:
-        UsageError: `out` exists and is not an empty folder.
+        UsageError: `out` exists and is not an empty folder, or another process writes it.
         RunError: it cannot be written.
     """
-    from transformers import GenerationConfig
+    check_new(out)
+    out = out.resolve() if out.is_symlink() else out
+    partial = out.parent / f".{out.name}.partial"
+    with FolderLock() as lock:
+        try:
+            make_folder(partial)
+            if not lock.take(partial):
+                raise UsageError(
+                    f"{out} is being written by {holder(partial)}; wait for its end, or give another folder"
+                )
+            try:
+                _write(model, partial, tokenizer, source)
+                check_new(out)
+                if out.is_dir():
+                    out.rmdir()
+                partial.rename(out)
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
+            (out / LOCK).unlink(missing_ok=True)
+            sync(out)
+            sync(out.parent)
+        except (OSError, SafetensorError) as error:
+            raise RunError(f"the model cannot be written to {out}: {error}") from error
 
+
+def check_new(out: Path) -> None:
+    """Raise UsageError unless `out` can become a model's folder: it does not exist, or is an empty one."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f"{out} is there already; give a folder that does not exist or is empty")
-    partial = out.parent / f".{out.name}.partial"
+
+
+def _write(model: Any, folder: Path, tokenizer: Path | None, source: Path | None) -> None:
+    """Write and sync the files of `save` into a locked folder."""
+    from transformers import GenerationConfig
+
+    for left in folder.iterdir():
+        if left.name != LOCK:
+            left.unlink()
     try:
-        shutil.rmtree(partial, ignore_errors=True)
-        make_folder(partial)
         model.config.use_cache = True
         # That of a model in training has its use_cache = False, with which `generate` computes all tokens again for each.
         model.generation_config = GenerationConfig.from_model_config(model.config)
-        model.save_pretrained(partial)
-        settings = source / "generation_config.json" if source else None
-        if settings is not None and settings.is_file():
-            shutil.copy2(settings, partial)
-        for file in tokenizer.iterdir() if tokenizer else ():
-            if file.is_file() and ("token" in file.name or file.name in _TOKENIZER_FILES):
-                shutil.copy2(file, partial / file.name)
-        sync_tree(partial)
-        if out.is_dir():
-            out.rmdir()
-        partial.rename(out)
-        sync(out.parent)
-    except (OSError, SafetensorError) as error:
-        raise RunError(f"the model cannot be written to {out}: {error}") from error
+        model.save_pretrained(folder)
     finally:
         model.config.use_cache = False
-        shutil.rmtree(partial, ignore_errors=True)
+    settings = source / "generation_config.json" if source else None
+    if settings is not None and settings.is_file():
+        shutil.copy2(settings, folder)
+    for file in tokenizer.iterdir() if tokenizer else ():
+        if file.is_file() and ("token" in file.name or file.name in _TOKENIZER_FILES):
+            shutil.copy2(file, folder / file.name)
+    sync_tree(folder)
 
 
 def from_folder_config(folder: Path, dtype: torch.dtype) -> Any:

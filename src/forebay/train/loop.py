@@ -142,9 +142,10 @@ def export(run: Path, out: Path) -> tuple[Path, str]:
         The checkpoint that was exported; and the folder of its run's tokenizer if that is not here, and so not in `out`, else "".
 
     Raises:
-        UsageError: there is no checkpoint, or `out` exists and is not empty.
+        UsageError: there is no checkpoint, or `out` is not new or empty (see `hf_io.save`).
         RunError: the checkpoint is damaged.
     """
+    hf_io.check_new(out)  # before a large model is read
     path = restore.find(run)
     config = from_mapping(restore.read_about(path)["config"], origin=str(path))
     model = hf_io.from_folder_config(path / "model", getattr(torch, config.model.dtype))

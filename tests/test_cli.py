@@ -450,6 +450,23 @@ def test_arguments_that_do_not_parse(capsys: pytest.CaptureFixture[str]) -> None
     assert "usage: forebay" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["data", "quickstart", ""],
+        ["export", "", "out"],
+        ["export", "runs/a", ""],
+        ["report", ""],
+        ["doctor", "--save-profile="],
+    ],
+)
+def test_an_empty_text_is_no_path(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """As that of a variable which the shell does not have: `forebay data` wrote into the working directory."""
+    with pytest.raises(SystemExit) as caught:
+        cli.main(arguments)
+    assert caught.value.code == 2 and "'' is no path" in capsys.readouterr().err
+
+
 def test_ctrl_c_in_a_step(run: Run, config: str, tmp_path: Path) -> None:
     process = start(cli.main, ["train", config, "--set=train.steps=100000", "--set=checkpoint.every=5"])
     for line in process.stdout:

@@ -132,6 +132,12 @@ def _fail(error: Exception, code: int, debug: bool, cause: BaseException | None 
     return code
 
 
+def _path(text: str) -> Path:
+    if not text:  # that of a variable which the shell does not have; a `Path` of it is the working directory
+        raise argparse.ArgumentTypeError("'' is no path")
+    return Path(text)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="forebay", description="Activation memory of Mixture-of-Experts training in PyTorch."
@@ -172,7 +178,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "out",
         metavar="OUT",
-        type=Path,
+        type=_path,
         nargs="?",
         help="folder of the shards, for data.source = 'shards'; default: the cache",
     )
@@ -217,7 +223,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--hf", metavar="NAME=VALUE", action="append", default=[], dest="arguments", help=argument)
     add("--json", action="store_true", help="as JSON")
-    add("--html", metavar="FILE", type=Path, help="also write an HTML page, in one file")
+    add("--html", metavar="FILE", type=_path, help="also write an HTML page, in one file")
 
     saved = (
         "show what a forward pass saves for backward without placements; on a pipeline, what every rank saves in a step"
@@ -233,7 +239,7 @@ def _parser() -> argparse.ArgumentParser:
         help="show instead what of each MoE family of transformers runs (half a minute)",
     )
     measure = "measure this machine's GPU for plan --device (a minute) and write FILE; with torchrun, collectives too"
-    add("--save-profile", metavar="FILE", type=Path, help=measure)
+    add("--save-profile", metavar="FILE", type=_path, help=measure)
 
     job = "write the file with which a cluster runs a training, and submit it on request"
     add = command("launch", _launch, configured, help=job)
@@ -248,18 +254,18 @@ def _parser() -> argparse.ArgumentParser:
         help="time that the job may take, such as 3h50m; slurm and kubernetes",
     )
     add("--image", default="", metavar="IMAGE", help="container image that has Forebay; not for ray")
-    add("--out", metavar="FILE", type=Path, help="the file; default: standard output")
+    add("--out", metavar="FILE", type=_path, help="the file; default: standard output")
     add("--force", action="store_true", help="overwrite FILE")
     add("--submit", action="store_true", help="also submit FILE, with the engine's own program")
 
     page = "write an HTML page about a run: planned and measured memory, placements, losses, timeline"
     add = command("report", _report, help=page)
-    add("source", metavar="RUN", type=Path, help="a run's folder")
-    add("--out", metavar="FILE", type=Path, help="the page; default: RUN/report.html")
+    add("source", metavar="RUN", type=_path, help="a run's folder")
+    add("--out", metavar="FILE", type=_path, help="the page; default: RUN/report.html")
 
     add = command("export", _export, help="write a run's model as a folder that transformers loads")
-    add("source", metavar="RUN", type=Path, help="a run's folder, or one of its checkpoints")
-    add("out", metavar="OUT", type=Path, help="folder to write, a new or an empty one")
+    add("source", metavar="RUN", type=_path, help="a run's folder, or one of its checkpoints")
+    add("out", metavar="OUT", type=_path, help="folder to write, a new or an empty one")
     return parser
 
 

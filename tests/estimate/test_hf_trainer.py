@@ -123,6 +123,8 @@ def test_arguments_are_those_of_the_trainer_by_name_or_from_files(tmp_path: Path
         (["torch_compile_mode=max-autotune"], "torch_compile_mode=max-autotune is not counted"),  # turns torch_compile on
         (["fsdp=true", "fsdp_config={auto_wrap_policy: NO_WRAP}"], "auto_wrap_policy='NO_WRAP' is not counted"),
         (["fsdp=true", "fsdp_config={activation_checkpoint: true}"], "nearest valid key is 'activation_checkpointing'"),
+        (["fsdp=true", "fsdp_config={1: 2}"], "fsdp_config: '1' is no key of it"),
+        (["gradient_accumulation_steps=99999999999999"], "gradient_accumulation_steps = 99999999999999 is too large"),
         (["accelerator_config={split_batches: true}"], "split_batches=True is not counted"),
         (["accelerator_config={sync_each_batch: true}"], "'sync_each_batch' is no key of it"),
         (["accelerator_config={gradient_accumulation_kwargs: {sync_each: true}}"], "valid key is 'sync_each_batch'"),

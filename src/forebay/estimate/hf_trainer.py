@@ -65,8 +65,8 @@ _REFUSED = (
 class TrainerArguments:
     """The arguments that a plan counts, by their Hugging Face names, with their defaults there, except for `max_length`."""
 
-    per_device_train_batch_size: int = key(8, "Sequences of a microbatch.", low=1)
-    gradient_accumulation_steps: int = key(1, "Microbatches of a step.", low=1)
+    per_device_train_batch_size: int = key(8, "Sequences of a microbatch.", low=1, high=100_000)
+    gradient_accumulation_steps: int = key(1, "Microbatches of a step.", low=1, high=10_000)
     sync_each_batch: bool = key(False, "Reduce gradients of each microbatch (accelerator_config).")
     max_length: int = key(4096, "Tokens of a sequence.", low=1)
     bf16: bool = key(False, "Forward under bf16 autocast.")
@@ -147,7 +147,7 @@ def _file(name: str) -> dict[str, Any]:
         raise UsageError(f"{name} cannot be read: {error}") from error
     if not isinstance(read, dict):
         raise UsageError(f"{name} has no names and values of TrainingArguments")
-    return read
+    return {str(name): value for name, value in read.items()}
 
 
 def _parsed(text: str, name: str, is_json: bool = False) -> Any:
@@ -165,7 +165,7 @@ def _table(found: dict[str, Any], name: str) -> dict[str, Any]:
     value = _file(value) if isinstance(value, str) else value
     if not isinstance(value, dict):
         raise UsageError(f"--hf {name} must be a table or a file, not {value!r}")
-    return value
+    return {str(name): value for name, value in value.items()}  # in YAML, names may be numbers
 
 
 def _unpack_fsdp(found: dict[str, Any]) -> None:

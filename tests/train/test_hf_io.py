@@ -2,6 +2,7 @@
 
 import json
 import resource
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -184,3 +185,20 @@ def test_an_export_through_a_symbolic_link(tiny: Callable[..., Config], tmp_path
     for name in ("there", "not yet"):
         hf_io.save(model, tmp_path / f"link {name}")
         assert (tmp_path / f"link {name}").is_symlink() and (tmp_path / "disk" / name / "config.json").is_file()
+
+
+def test_models_of_two_machines_are_told_apart(folder: Path, tmp_path: Path) -> None:
+    """By configuration and weights, wherever they lie; without weights by the configuration."""
+
+    def of(path: Path, weights: str = "load") -> str:
+        section = Model(path=str(path), weights=weights)
+        return hf_io.identity(section, hf_io.configuration(section, 257))[0]
+
+    copies = [Path(shutil.copytree(folder, tmp_path / name)) for name in ("copy", "config", "weights")]
+    _, config, weights = copies
+    about = json.loads((config / "config.json").read_text())
+    (config / "config.json").write_text(json.dumps({**about, "rms_norm_eps": 0.5}))
+    tensors = load_file(weights / "model.safetensors")
+    save_file({name: 2 * tensor for name, tensor in tensors.items()}, weights / "model.safetensors", {"format": "pt"})
+    assert [of(path) == of(folder) for path in copies] == [True, False, False]
+    assert [of(path, "random") == of(folder, "random") for path in copies] == [True, False, True]

@@ -5,6 +5,8 @@ from where the section says. transformers fills tensors that a checkpoint lacks 
 is a `RunError` that names them. Nothing is downloaded, and code in a folder is never run.
 """
 
+import hashlib
+import json
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -30,6 +32,7 @@ from forebay.train.tokenizer import load_tokenizer
 TESTED = ("qwen3_moe", "mixtral", "olmoe", "deepseek_v2", "deepseek_v3", "gpt_oss", "glm4_moe")
 # Without trust_remote_code=False, transformers asks on the terminal whether to run a folder's code.
 _LOCAL: Mapping[str, bool] = {"local_files_only": True, "trust_remote_code": False}
+_COMPARED = 64 << 10  # bytes of a file of weights
 # Files of a tokenizer's folder, besides those with "token" in their name.
 _TOKENIZER_FILES = frozenset(
     {"vocab.json", "merges.txt", "vocab.txt", "chat_template.jinja", "spiece.model", "sentencepiece.bpe.model"}
@@ -54,6 +57,27 @@ def check_vocabulary(config: Any, vocabulary: int) -> None:
             f"the model's vocab_size is {size}, but the tokenizer has {vocabulary} ids; "
             f"set model.config.vocab_size to at least {vocabulary}, or use the model's own tokenizer (data.tokenizer)"
         )
+
+
+def identity(section: Model, config: Any) -> tuple[str, str]:
+    """A hash that tells the section's models on two machines apart, and the model's name.
+
+    Args:
+        config: what `configuration` returned. Files of weights are compared by their sizes and a part in their middle, since to
+            read them takes long: those of other training differ everywhere.
+    """
+    about = {
+        name: value for name, value in config.to_dict().items() if name not in ("_name_or_path", "transformers_version")
+    }
+    found = hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode())
+    if section.path and section.weights == "load":
+        for file in hf_weights.files_of(Path(section.path).expanduser()):
+            size = file.stat().st_size
+            found.update(f"{file.name} {size}".encode())
+            with file.open("rb") as stream:
+                stream.seek(size // 2)
+                found.update(stream.read(_COMPARED))
+    return found.hexdigest(), section.path or section.family
 
 
 def build(

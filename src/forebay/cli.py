@@ -525,21 +525,17 @@ def _profile(options: argparse.Namespace) -> None:
     from forebay.train.world import World
 
     _quiet_transformers()
-    if config.parallel.pp == 1:
-        from forebay.train.trainer import Trainer
-
-        with Trainer(config) as trainer:
-            found = trainer.memory.profile(trainer.forward)
-        if World.of_environment().is_main:
-            print(found.to_json() if options.json else found.table())
-        return
     from forebay.train.loop import profile
 
-    ranks = profile(config, _planned_partition(config))
-    if World.of_environment().is_main and options.json:
-        print(json.dumps([rank.as_dict() for rank in ranks], indent=1))
-    elif World.of_environment().is_main:
-        print("\n\n".join(rank.table() for rank in ranks))
+    found = profile(config, _planned_partition(config))
+    if not World.of_environment().is_main:
+        return
+    if not isinstance(found, list):
+        print(found.to_json() if options.json else found.table())
+    elif options.json:
+        print(json.dumps([rank.as_dict() for rank in found], indent=1))
+    else:
+        print("\n\n".join(rank.table() for rank in found))
 
 
 def _doctor(options: argparse.Namespace) -> None:

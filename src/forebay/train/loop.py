@@ -45,6 +45,7 @@ from forebay.errors import (
     host_is_full,
     lacks_host_memory,
 )
+from forebay.memory.profiler import SavedProfile
 from forebay.memory.step import StepReport
 from forebay.pipeline.partition import Partition
 from forebay.train import checkpoint, hf_io, restore, run_folder
@@ -115,8 +116,9 @@ def train(
             return _TrainingRun(path, console, start, trainer, stop, limit, remote).run()
 
 
-def profile(config: Config, partition: Callable[[], Partition] | None = None) -> list[PipelineProfile]:
-    """Profile what autograd saves in the first step, by rank of this process's pipeline. Changes no parameter, writes no file.
+def profile(config: Config, partition: Callable[[], Partition] | None = None) -> SavedProfile | list[PipelineProfile]:
+    """Profile what autograd saves in this process's first forward; on a pipeline, in the first step, by rank of this process's.
+    Changes no parameter, writes no file.
 
     Args:
         partition: as for `train`.
@@ -124,7 +126,7 @@ def profile(config: Config, partition: Callable[[], Partition] | None = None) ->
     Raises:
         DoesNotFit: the device or the host ran out of memory.
         ReportedElsewhere: the profile failed and another process reports why.
-        UsageError, RunError: as their messages say; the former also for `parallel.pp` of 1.
+        UsageError, RunError: as their messages say.
     """
     world = World.of_environment()
     check_world(config, world.size)
@@ -132,7 +134,7 @@ def profile(config: Config, partition: Callable[[], Partition] | None = None) ->
         _joined(config, world, lambda: "nothing was written") as mesh,
         Trainer(config, mesh, None if partition is None else mesh.on_main(partition)) as trainer,
     ):
-        return profile_ranks(trainer)
+        return trainer.memory.profile(trainer.forward) if trainer.pipeline is None else profile_ranks(trainer)
 
 
 def export(run: Path, out: Path) -> tuple[Path, str]:

@@ -1,6 +1,7 @@
 """How often does a step of the trainer differ from transformers' own model in float64? `tests/train/reference.py`, at length.
 
-Families, meshes, schedules, placements and data are drawn. A case that differs, or is refused, is printed.
+Families, meshes, schedules, placements and data are drawn. A case that differs, or is refused, is printed. Linear attention
+(qwen3_next, qwen3_5_moe_text) amplifies rounding: its second step may differ by 1e-3, as transformers' own in float32 does.
 
     python benchmarks/fuzz_trainer.py [--cases 50] [--processes 2] [--seed 1] [--every-family]
 """
@@ -15,7 +16,6 @@ import warnings
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 from common import write
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -28,28 +28,23 @@ from tests.train.reference import Case, disagreements, draw, write_model, write_
 SECONDS = 60.0  # of a case
 
 
-def outcome(case: Case, texts: Path, rank: int, world: int) -> str:
+def on_a_rank(rank: int, world: int, texts: str, case: Case) -> str:
     """What this process finds: "" if all agrees, "refused: ..." for a case that Forebay does not take."""
-    folder = texts / "model"
+    warnings.simplefilter("ignore")
     try:
-        if rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)
-            write_model(case, folder)
-        if world > 1:
-            dist.barrier()
-        return "; ".join(disagreements(case, texts, folder)[:5])
+        return "; ".join(disagreements(case, Path(texts), Path(texts) / "model")[:5])
     except ForebayError as error:
         return f"refused: {error}"
 
 
-def on_a_rank(rank: int, world: int, texts: str, case: Case) -> str:
-    warnings.simplefilter("ignore")
-    return outcome(case, Path(texts), rank, world)
-
-
 def run(case: Case, texts: Path, world: int) -> str:
+    shutil.rmtree(texts / "model", ignore_errors=True)
+    try:
+        write_model(case, texts / "model")
+    except ForebayError as error:
+        return f"refused: {error}"
     if world == 1:
-        return outcome(case, texts, 0, 1)
+        return on_a_rank(0, 1, str(texts), case)
     try:
         return next(filter(None, run_ranks(on_a_rank, world, str(texts), case, seconds=SECONDS)), "")
     except AssertionError as error:

@@ -307,7 +307,7 @@ def draw(chance: random.Random, families: tuple[str, ...], world: int) -> Case:
         memory["offload"] = chance.choice(["fit", "all"])
     model = {} if family == "gpt_oss" else {"attention": chance.choice(["sdpa", "eager"])}
     tied = chance.random() < 0.25 and parallel.get("schedule", "zbv") in ("zbv", "dualpipev")
-    experts = chance.choice([4, 8, 12])
+    experts = chance.choice([8, 12])
     sizes = {name: experts for name in EXPERTS if name in fields_of(family)}
     return Case(
         family,

@@ -343,6 +343,7 @@ PLAN, TRAIN = ["plan", "{folder}/config.toml"], ["train", "{folder}/config.toml"
         (PLAN, ["--budget=much"], ["'much' is no size in bytes"]),
         (PLAN, ["--world=3"], ["train.batch = 2 is no multiple of the 3 processes"]),
         (PLAN, ["--world=0"], ["--gpus 0"]),
+        (PLAN, [f"--world={2**63}", "--search=mesh"], ["--gpus 9223372036854775808", "at most 1000000"]),
         (PLAN, ["--skew=0.5"], ["--skew 0.5"]),
         (PLAN, ["--skew=inf"], ["--skew inf"]),
         (PLAN, ['--set=memory.policy={"model.nothing" = "offload"}'], ["matches no module"]),
@@ -401,6 +402,13 @@ def test_an_unexpected_error_is_one_sentence_too(run: Run, config: str, monkeypa
         run("train", config, "--debug")
 
 
+@pytest.mark.parametrize("command", ["train", "profile"])
+def test_a_host_that_has_too_little_memory(run: Run, config: str, command: str) -> None:
+    """Torch raises a RuntimeError for it."""
+    said = "the host is out of memory: can't allocate memory: you tried to allocate"
+    refused(run(command, config, f"--set=model.config.vocab_size={10**12}"), said, code=3)
+
+
 @pytest.mark.parametrize(("share", "advice"), [(0.95, "the planner finds placements that fit"), (0.7, "microbatch")])
 def test_out_of_memory_says_what_fits(
     run: Run, config: str, monkeypatch: pytest.MonkeyPatch, share: float, advice: str
@@ -440,6 +448,23 @@ def test_arguments_that_do_not_parse(capsys: pytest.CaptureFixture[str]) -> None
             cli.main(arguments)
         assert caught.value.code == 2
     assert "usage: forebay" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["data", "quickstart", ""],
+        ["export", "", "out"],
+        ["export", "runs/a", ""],
+        ["report", ""],
+        ["doctor", "--save-profile="],
+    ],
+)
+def test_an_empty_text_is_no_path(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """As that of a variable which the shell does not have: `forebay data` wrote into the working directory."""
+    with pytest.raises(SystemExit) as caught:
+        cli.main(arguments)
+    assert caught.value.code == 2 and "'' is no path" in capsys.readouterr().err
 
 
 def test_ctrl_c_in_a_step(run: Run, config: str, tmp_path: Path) -> None:

@@ -68,6 +68,9 @@ def test_overrides(tmp_path: Path) -> None:
         (with_key("train", steps="many"), ["train.steps", "'many'", "a whole number"]),
         (with_key("train", steps=True), ["train.steps", "a whole number"]),
         (with_key("train", steps=0), ["train.steps", "at least 1"]),
+        (with_key("train", time_limit="9" * 400 + "d"), ["train.time_limit", "is no duration"]),
+        (with_key("train", batch=99999999999999), ["train.batch", "at most 1000000000"]),
+        (with_key("parallel", pp=2**31), ["parallel.pp", "at most 1000000"]),
         (with_key("optimizer", lr=float("nan")), ["optimizer.lr", "a number"]),
         (with_key("optimizer", lr=10**400), ["optimizer.lr", "a number"]),
         (with_key("optimizer", betas=[0.9]), ["optimizer.betas", "a list of 2 numbers"]),
@@ -298,6 +301,18 @@ def test_microbatches_are_as_torch_asks(schedule: str, pp: int) -> None:
             pipeline("1f1b", 2, 10**6, 4),
             2,
             "gives each pipeline 250000 microbatches of 4 sequences a step, and .* at most 2048; raise train.microbatch",
+        ),
+        # Found without going through all numbers up to these.
+        (
+            pipeline("1f1b", 10**6, 10**9, 10**9),
+            10**6,
+            "gives a pipeline 1: .* train.microbatch for this batch is 1000$",
+        ),
+        (pipeline("dualpipev", 10**6, 1, 1), 10**6, "train.batch above is 2000000 with train.microbatch = 1$"),
+        (
+            from_mapping(with_key("train", batch=10**9, microbatch=1)),
+            4,
+            "gives each process 250000000 microbatches of 1 sequences a step, and .* at most 100000; raise train.microbatch",
         ),
     ],
 )

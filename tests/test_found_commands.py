@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from forebay.cli import main
 from forebay.config import load
 from tests.conftest import Run
+from tests.ranks import on_processes
 
 pytestmark = pytest.mark.usefixtures("shared_traces")
 SIZES: dict[str, Any] = {
@@ -97,11 +99,13 @@ def test_placements_that_run_does_not_take_are_not_said_to_be_valid(run: Run) ->
     )
 
 
-def test_a_profile_is_printed_once(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"RANK": 1, "WORLD_SIZE": 2, "LOCAL_RANK": 1}.items():
-        monkeypatch.setenv(name, str(value))
-    code, out, error = run("profile", "quickstart", "--set=train.sequence=16")
-    assert (code, out) == (0, ""), error
+def test_a_profile_of_several_processes_is_theirs_and_printed_once() -> None:
+    """Each made one of its own, with all experts: `parallel.ep` was refused as if only one process ran."""
+    sets = ("train.sequence=16", "parallel.ep=2", "device.threads=1")
+    arguments = ["profile", "quickstart", "--json", *(f"--set={key}" for key in sets)]
+    codes, out, error = on_processes(2, main, arguments)
+    assert codes == [0, 0], error
+    assert any("experts" in region for region in json.loads(out)["by_region"])
 
 
 @pytest.mark.parametrize("quote", ["", "'", '"'])

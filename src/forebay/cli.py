@@ -22,7 +22,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from forebay import __version__
-from forebay.errors import DoesNotFit, ForebayError, Interrupted, ReportedElsewhere, RunError, UsageError, exit_code_of
+from forebay.errors import (
+    DoesNotFit,
+    ForebayError,
+    Interrupted,
+    ReportedElsewhere,
+    RunError,
+    UsageError,
+    exit_code_of,
+    host_is_full,
+    lacks_host_memory,
+)
 from forebay.policy import BudgetError, PolicyError, format_bytes, parse_bytes
 
 if TYPE_CHECKING:
@@ -106,6 +116,8 @@ def _run_command(options: argparse.Namespace) -> int:
         if isinstance(error, OSError) and error.errno in _FULL:  # a full disk; files are named where they are written
             unwritten = RunError(f"the output cannot be written: {error.strerror}")
             return _fail(unwritten, RunError.exit_code, options.debug, error)
+        if lacks_host_memory(error):
+            return _fail(host_is_full(error), DoesNotFit.exit_code, options.debug, error)
         if options.debug:
             raise
         sentence = f"{type(error).__name__}: {error}; this is unexpected, --debug shows where it happened"
@@ -118,6 +130,12 @@ def _fail(error: Exception, code: int, debug: bool, cause: BaseException | None 
         traceback.print_exception(cause or error)
     print(f"forebay: {' '.join(str(error).split())}", file=sys.stderr)
     return code
+
+
+def _path(text: str) -> Path:
+    if not text:  # that of a variable which the shell does not have; a `Path` of it is the working directory
+        raise argparse.ArgumentTypeError("'' is no path")
+    return Path(text)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -160,7 +178,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "out",
         metavar="OUT",
-        type=Path,
+        type=_path,
         nargs="?",
         help="folder of the shards, for data.source = 'shards'; default: the cache",
     )
@@ -205,7 +223,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--hf", metavar="NAME=VALUE", action="append", default=[], dest="arguments", help=argument)
     add("--json", action="store_true", help="print JSON")
-    add("--html", metavar="FILE", type=Path, help="also write an HTML page, in one file")
+    add("--html", metavar="FILE", type=_path, help="also write an HTML page, in one file")
 
     saved = (
         "show what a forward pass saves for backward without placements; on a pipeline, what every rank saves in a step"
@@ -221,7 +239,7 @@ def _parser() -> argparse.ArgumentParser:
         help="show instead which parts of each MoE family of transformers run on Forebay (half a minute)",
     )
     measure = "measure this machine's GPU for plan --device (a minute) and write FILE; with torchrun, collectives too"
-    add("--save-profile", metavar="FILE", type=Path, help=measure)
+    add("--save-profile", metavar="FILE", type=_path, help=measure)
 
     job = "write the file with which a cluster runs a training, and submit it on request"
     add = command("launch", _launch, configured, help=job)
@@ -236,18 +254,18 @@ def _parser() -> argparse.ArgumentParser:
         help="time that the job may take, such as 3h50m; slurm and kubernetes",
     )
     add("--image", default="", metavar="IMAGE", help="container image that has Forebay; not for ray")
-    add("--out", metavar="FILE", type=Path, help="the file; default: standard output")
+    add("--out", metavar="FILE", type=_path, help="the file; default: standard output")
     add("--force", action="store_true", help="overwrite FILE")
     add("--submit", action="store_true", help="also submit FILE, with the engine's own program")
 
     page = "write an HTML page about a run: planned and measured memory, placements, losses, timeline"
     add = command("report", _report, help=page)
-    add("source", metavar="RUN", type=Path, help="a run's folder")
-    add("--out", metavar="FILE", type=Path, help="the page; default: RUN/report.html")
+    add("source", metavar="RUN", type=_path, help="a run's folder")
+    add("--out", metavar="FILE", type=_path, help="the page; default: RUN/report.html")
 
     add = command("export", _export, help="write a run's model as a folder that transformers loads")
-    add("source", metavar="RUN", type=Path, help="a run's folder, or one of its checkpoints")
-    add("out", metavar="OUT", type=Path, help="folder to write, a new or an empty one")
+    add("source", metavar="RUN", type=_path, help="a run's folder, or one of its checkpoints")
+    add("out", metavar="OUT", type=_path, help="folder to write, a new or an empty one")
     return parser
 
 
@@ -358,8 +376,12 @@ def _planned_partition(config: "Config") -> "Callable[[], Partition] | None":
 
 
 def _plan(options: argparse.Namespace) -> int:
-    if options.world is not None and options.world < 1:
-        raise UsageError(f"--gpus {options.world} is not a number of processes; it must be at least 1")
+    from forebay.config import MOST_PROCESSES
+
+    if options.world is not None and not 1 <= options.world <= MOST_PROCESSES:
+        raise UsageError(
+            f"--gpus {options.world} is not a number of processes; it must be at least 1 and at most {MOST_PROCESSES}"
+        )
     if not 1 <= options.skew < math.inf:
         raise UsageError(
             f"--skew {options.skew} is no such ratio; it is relative to even routing and must be at least 1"
@@ -503,21 +525,17 @@ def _profile(options: argparse.Namespace) -> None:
     from forebay.train.world import World
 
     _quiet_transformers()
-    if config.parallel.pp == 1:
-        from forebay.train.trainer import Trainer
-
-        with Trainer(config) as trainer:
-            found = trainer.memory.profile(trainer.forward)
-        if World.of_environment().is_main:
-            print(found.to_json() if options.json else found.table())
-        return
     from forebay.train.loop import profile
 
-    ranks = profile(config, _planned_partition(config))
-    if World.of_environment().is_main and options.json:
-        print(json.dumps([rank.as_dict() for rank in ranks], indent=1))
-    elif World.of_environment().is_main:
-        print("\n\n".join(rank.table() for rank in ranks))
+    found = profile(config, _planned_partition(config))
+    if not World.of_environment().is_main:
+        return
+    if not isinstance(found, list):
+        print(found.to_json() if options.json else found.table())
+    elif options.json:
+        print(json.dumps([rank.as_dict() for rank in found], indent=1))
+    else:
+        print("\n\n".join(rank.table() for rank in found))
 
 
 def _doctor(options: argparse.Namespace) -> None:

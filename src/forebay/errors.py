@@ -73,9 +73,19 @@ def exit_code_of(error: BaseException) -> int:
     """The exit code of a process that `error` ends."""
     if isinstance(error, KeyboardInterrupt):
         return Interrupted.exit_code
-    if isinstance(error, MemoryError):
+    if lacks_host_memory(error):
         return DoesNotFit.exit_code
     return getattr(error, "exit_code", RunError.exit_code)
+
+
+def lacks_host_memory(error: BaseException) -> bool:
+    """Whether the host has no memory for what was asked for. Torch raises a RuntimeError for a tensor on the CPU."""
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and "DefaultCPUAllocator" in str(error))
+
+
+def host_is_full(error: BaseException) -> DoesNotFit:
+    """The error for one of which `lacks_host_memory` is true."""
+    return DoesNotFit(f"the host is out of memory: {first_line(error).rpartition('DefaultCPUAllocator: ')[2]}")
 
 
 def parsed(parse: Callable[..., Any], text: str | bytes) -> Any:

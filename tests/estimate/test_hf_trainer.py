@@ -101,6 +101,10 @@ def test_arguments_are_those_of_the_trainer_by_name_or_from_files(tmp_path: Path
         ["fsdp=shard_grad_op", "accelerator_config={gradient_accumulation_kwargs: {sync_each_batch: true}}"]
     )
     assert not sharded.reshard_after_forward and sharded.sync_each_batch
+    prefetched = read_arguments(["fsdp=true", "fsdp_config={fsdp_forward_prefetch: true, use_orig_params: true}"])
+    assert prefetched == read_arguments(["fsdp=true"])
+    summed = read_arguments(["accelerator_config={gradient_accumulation_kwargs: {num_steps: 4}, even_batches: false}"])
+    assert summed.gradient_accumulation_steps == 4
 
 
 @pytest.mark.parametrize(
@@ -118,6 +122,12 @@ def test_arguments_are_those_of_the_trainer_by_name_or_from_files(tmp_path: Path
         (["activation_checkpointing_kwargs={every_n_layers: 2}"], "every_n_layers is not counted"),
         (["torch_compile_mode=max-autotune"], "torch_compile_mode=max-autotune is not counted"),  # turns torch_compile on
         (["fsdp=true", "fsdp_config={auto_wrap_policy: NO_WRAP}"], "auto_wrap_policy='NO_WRAP' is not counted"),
+        (["fsdp=true", "fsdp_config={activation_checkpoint: true}"], "nearest valid key is 'activation_checkpointing'"),
+        (["fsdp=true", "fsdp_config={1: 2}"], "fsdp_config: '1' is no key of it"),
+        (["gradient_accumulation_steps=99999999999999"], "gradient_accumulation_steps = 99999999999999 is too large"),
+        (["accelerator_config={split_batches: true}"], "split_batches=True is not counted"),
+        (["accelerator_config={sync_each_batch: true}"], "'sync_each_batch' is no key of it"),
+        (["accelerator_config={gradient_accumulation_kwargs: {sync_each: true}}"], "valid key is 'sync_each_batch'"),
         (["accelerator_config={gradient_accumulation_kwargs: 5}"], "gradient_accumulation_kwargs must be a table"),
         (["fsdp_config={"], "--hf fsdp_config cannot be read"),
         (["fsdp_config=" + "[" * 9000], "--hf fsdp_config cannot be read: its values are nested too deeply"),

@@ -18,7 +18,7 @@ import pytest
 from rich.console import Console
 
 from forebay import cli
-from forebay.config import Config, fast_path, from_mapping
+from forebay.config import Config, divisors, fast_path, from_mapping
 from forebay.errors import UsageError
 from forebay.estimate import processes as estimate_processes
 from forebay.estimate import search as search_module
@@ -27,7 +27,7 @@ from forebay.estimate.fit import EAGER_ERROR, SEVERAL_GPUS_ERROR, RankFit, least
 from forebay.estimate.layers import plan_layers
 from forebay.estimate.plan import Fit, PlanRequest, ask, bounding, fit_run
 from forebay.estimate.rank import RunEstimator
-from forebay.estimate.search import Candidate, MeshShape, divisors, largest, largest_of_both, meshes, ranked, search
+from forebay.estimate.search import Candidate, MeshShape, largest, largest_of_both, meshes, ranked, search
 from forebay.estimate.trace import trace_model
 from forebay.estimate.trace_cache import TraceCache
 from forebay.estimate.types import ModelTrace

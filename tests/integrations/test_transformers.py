@@ -415,6 +415,7 @@ def test_forebay_run_says_if_there_was_no_trainer(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["--policy", "keep"], "needs a command"),
+        (["--policy", "keep", "--", ""], "needs a command"),
         (["--policy", "keep", "--", "no-such-program"], "'no-such-program' cannot be run: No such file"),
         (["--", "true"], "--policy auto needs --budget"),
         (["--budget", "1GiB", "--policy", "some", "--", "true"], "'some' is unknown; valid are keep"),

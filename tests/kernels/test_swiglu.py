@@ -97,6 +97,24 @@ def test_pairs_that_start_on_an_odd_element(poisoned: None) -> None:
         swiglu_backward(odd[0], da, weights, order, offs, CLAMPED, over_h=True, **extra)
 
 
+def test_a_single_row_of_wider_rows(poisoned: None) -> None:
+    """It is contiguous, and its stride may be odd."""
+
+    def narrowed(t: torch.Tensor) -> torch.Tensor:
+        wide = t.new_zeros(1, t.shape[1] + 5)
+        wide[:, : t.shape[1]] = t
+        return wide[:, : t.shape[1]]
+
+    h, da, weights, order, offs, extra = make(1, 32, 1, torch.bfloat16, experts=1, bias=True)
+    small = encode_rows(h, backend="reference")
+    for glu in GLUS:
+        for saved in (h, small):
+            wanted = swiglu_backward(saved, da.clone(), weights, order, offs, glu, backend="triton", **extra)
+            odd = {**extra, "bias": narrowed(extra["bias"])}
+            got = swiglu_backward(narrowed(saved), da.clone(), weights, order, offs, glu, backend="triton", **odd)
+            assert_equal(got, wanted, 1)
+
+
 @pytest.mark.parametrize("glu", GLUS, ids=str)
 @backends
 def test_written_over_its_inputs_gives_the_same_bits(glu: Glu, backend, poisoned: None) -> None:

@@ -24,6 +24,8 @@ from forebay.moe.dispatch import (
     LocalDispatcher,
     NcclDispatcher,
     TokenDispatcher,
+    _as_int32,
+    _from_int32,
     combine,
     dispatch,
 )
@@ -133,6 +135,8 @@ def odd_inputs(rank: int, world: int) -> dict[str, Any]:
     # 300 rows and 900 live slots for rank 0: their bounds differ, which are multiples of 256.
     found["more slots than rows"] = simulated(rank, dispatcher, inputs(rank, 150, "one rank", 21))
 
+    found["nothing received, float64"] = simulated(rank, dispatcher, inputs(rank, 5, "one rank", 22, torch.float64))
+
     plain = layer(dispatcher, given)
     found["not contiguous"] = equal(layer(dispatcher, {name: strided(t) for name, t in given.items()}), plain)
     broken = {**given, "w": given["w"].clone()}
@@ -167,6 +171,13 @@ def test_dtypes_strides_nan_and_ids_out_of_range() -> None:
     for rank, found in enumerate(run_ranks(odd_inputs, WORLD)):
         for case, checks in found.items():
             assert all(checks), (rank, case, checks)
+
+
+def test_weights_of_one_choice_in_any_layout() -> None:
+    """As words beside the ids: contiguous, and a view to other words would refuse its stride."""
+    for dtype in (torch.float64, torch.float32, torch.bfloat16):
+        weights = torch.rand(1, 4).to(dtype).t()
+        assert torch.equal(_from_int32(_as_int32(weights), dtype), weights)
 
 
 def test_what_does_not_fit_is_refused() -> None:

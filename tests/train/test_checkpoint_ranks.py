@@ -3,6 +3,10 @@
 import io
 import json
 import random
+import resource
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -83,8 +87,20 @@ def test_another_model_is_named_by_every_pipeline_rank(tmp_path: Path) -> None:
     assert "another model: this one has no model.layers.3." in fewer
 
 
+@contextmanager
+def small_files(limit: int) -> Iterator[None]:
+    """Context in which this process cannot write larger files: a real short write."""
+    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
+
+
 def failing(rank: int, world: int, folder: str) -> list[str]:
-    """Messages: of a save where one rank has no memory, of one where it cannot write, of loading a damaged file."""
+    """Messages: of a save where one rank has no memory, of two where it cannot write, of loading a damaged file."""
     settings = config(folder, parallel={"ep": 2})
     with Mesh.open(settings) as mesh, Trainer(settings, mesh) as trainer:
         trainer.step(1)
@@ -97,6 +113,9 @@ def failing(rank: int, world: int, folder: str) -> list[str]:
                     patch.setattr(checkpoint, where, error)
                 store.save(2, trainer.model, trainer.optimizer, {})
             messages.append(str(caught.value))
+        with small_files(10_000 if rank == 1 else resource.RLIM_INFINITY), pytest.raises(RunError) as caught:
+            store.save(2, trainer.model, trainer.optimizer, {})
+        messages.append(str(caught.value))
         assert store.latest() == first
         restore.verify(first)
         torch.distributed.barrier()
@@ -146,9 +165,10 @@ def full_disk(file: Path) -> str:
 def test_one_rank_fails_and_all_say_so(tmp_path: Path) -> None:
     results = run_ranks(failing, 2, write_text(tmp_path))
     assert results[0] == results[1]
-    memory, full, damaged = results[0]
+    memory, full, short, damaged = results[0]
     assert "step-00000002 could not be written: out of memory" in memory and "step-00000001 is intact" in memory
     assert "No space left on device (process 1 on " in full and "step-00000001 is intact" in full
+    assert "step-00000002 could not be written: File too large; " in short and "free some space" in short
     assert "damaged" in damaged and ".distcp" in damaged
     assert json.loads((tmp_path / "checkpoints" / "step-00000001" / "trainer.json").read_text())["about"]["step"] == 1
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["step-00000001"]

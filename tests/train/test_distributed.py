@@ -21,7 +21,7 @@ from forebay.communicators import DEFAULT, options
 from forebay.config import Config, check_world, from_mapping
 from forebay.errors import RunError, UsageError, exit_code_of
 from forebay.moe import backends
-from forebay.train import distributed
+from forebay.train import distributed, hf_io
 from forebay.train.distributed import ALONE, Mesh, World
 from tests.ranks import on_processes, run_ranks
 from tests.train import common
@@ -327,6 +327,19 @@ def test_processes_that_were_started_unlike(tmp_path: Path, other: str, said: st
     codes, _, error = on_processes(2, started_with, train_command(config_file(tmp_path, settings)), theirs)
     assert codes == ([2, 2] if said else [0, 0]) and error.count("forebay: ") == bool(said), error
     assert f"forebay: {said}" in error or not said, error
+
+
+def test_a_model_that_is_another_one_on_one_machine(tmp_path: Path) -> None:
+    """As a folder that was copied to the others only: layers would be of two models."""
+    made = common.config(write_text(tmp_path))
+    for seed, name in enumerate(("ours", "theirs")):
+        hf_io.save(hf_io.build(made.model, 257, CPU, seed=seed), tmp_path / name)
+    model = {"family": "", "config": {}, "path": str(tmp_path / "ours")}
+    settings = common.config(tmp_path, model=model, parallel={"timeout": 60})
+    ours = train_command(config_file(tmp_path, settings))
+    codes, _, error = on_processes(2, started_with, ours, ["--set", f"model.path={tmp_path}/theirs"])
+    said = f"process 1 has another model ({tmp_path}/theirs) than process 0 ({tmp_path}/ours); all processes need"
+    assert codes == [2, 2] and error.count("forebay: ") == 1 and said in error, error
 
 
 if __name__ == "__main__":

@@ -87,6 +87,15 @@ def test_several_processes(tmp_path: Path, parallel: dict[str, Any]) -> None:
             assert got == pytest.approx(wanted, rel=1e-5)
 
 
+def test_arguments_are_made_without_the_last_norm() -> None:
+    """Its weight is sharded between steps. Granite's embedded tokens have a factor, which is found by a run of its own."""
+    model: Any = build_tiny("granitemoe")
+    model.model.norm.weight = None
+    arguments = LayerArguments(model, range(len(model.model.layers)))
+    arguments.write(0, torch.tensor([[0, 1, 0, 1]]), torch.float32)
+    assert arguments.scaled(torch.ones(1)).item() == model.config.embedding_multiplier == 2.0
+
+
 def test_a_batch_without_boundaries_has_a_mask_too() -> None:
     """Replays need the tensors of the step that was captured, and nothing may ask the device whether a document begins."""
     model: Any = build_tiny("qwen3_moe")

@@ -2,6 +2,7 @@
 
 import json
 import resource
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Genera
 from forebay.config import Config, Model
 from forebay.errors import ForebayError, RunError, UsageError
 from forebay.train import hf_io
+from forebay.train.durable import FolderLock
 from tests.train.common import CPU, word_tokenizer
 
 IDS = torch.arange(12).reshape(2, 6)
@@ -156,3 +158,47 @@ def test_save_refuses_a_folder_in_use(folder: Path, tiny: Callable[..., Config],
     hf_io.save(model, tmp_path / "empty")
     assert (tmp_path / "empty" / "config.json").is_file()
     assert not [p for p in tmp_path.iterdir() if p.name.endswith(".partial")]
+
+
+def test_two_processes_do_not_write_one_folder(tiny: Callable[..., Config], tmp_path: Path) -> None:
+    """The second one removed what the first one had written, which then said that it was done."""
+    model, partial = hf_io.build(tiny().model, 257, CPU), tmp_path / ".out.partial"
+    partial.mkdir()
+    with FolderLock() as lock:
+        assert lock.take(partial)
+        (partial / "model.safetensors").write_text("half")
+        with pytest.raises(UsageError, match=r"out is being written by process \d+ on .*; wait for its end"):
+            hf_io.save(model, tmp_path / "out")
+        assert (partial / "model.safetensors").read_text() == "half"
+    (partial / "of a killed process").write_text("half")
+    hf_io.save(model, tmp_path / "out")
+    written = sorted(path.name for path in (tmp_path / "out").iterdir())
+    assert written == ["config.json", "generation_config.json", "model.safetensors"] and not partial.exists()
+
+
+def test_an_export_through_a_symbolic_link(tiny: Callable[..., Config], tmp_path: Path) -> None:
+    model = hf_io.build(tiny().model, 257, CPU)
+    (tmp_path / "disk").mkdir()
+    for name in ("there", "not yet"):
+        (tmp_path / f"link {name}").symlink_to(tmp_path / "disk" / name)
+    (tmp_path / "disk" / "there").mkdir()
+    for name in ("there", "not yet"):
+        hf_io.save(model, tmp_path / f"link {name}")
+        assert (tmp_path / f"link {name}").is_symlink() and (tmp_path / "disk" / name / "config.json").is_file()
+
+
+def test_models_of_two_machines_are_told_apart(folder: Path, tmp_path: Path) -> None:
+    """By configuration and weights, wherever they lie; without weights by the configuration."""
+
+    def of(path: Path, weights: str = "load") -> str:
+        section = Model(path=str(path), weights=weights)
+        return hf_io.identity(section, hf_io.configuration(section, 257))[0]
+
+    copies = [Path(shutil.copytree(folder, tmp_path / name)) for name in ("copy", "config", "weights")]
+    _, config, weights = copies
+    about = json.loads((config / "config.json").read_text())
+    (config / "config.json").write_text(json.dumps({**about, "rms_norm_eps": 0.5}))
+    tensors = load_file(weights / "model.safetensors")
+    save_file({name: 2 * tensor for name, tensor in tensors.items()}, weights / "model.safetensors", {"format": "pt"})
+    assert [of(path) == of(folder) for path in copies] == [True, False, False]
+    assert [of(path, "random") == of(folder, "random") for path in copies] == [True, False, True]

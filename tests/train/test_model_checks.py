@@ -187,6 +187,7 @@ SIZES = [
     ("lfm2_moe", {}, r"layer_types = None .*list of num_hidden_layers = 2 texts, each 'conv' or 'full_attention'"),
     ("deepseek_v3", {"num_key_value_heads": 2}, r"num_key_value_heads = 2 .*must be num_attention_heads = 4"),
     ("deepseek_v3", {"qk_rope_head_dim": 7}, r"qk_rope_head_dim = 7 .*must be even"),
+    ("qwen3_moe", {"num_experts": -4}, r"num_experts = -4 .*at least 0"),
     ("glm4_moe", {"n_group": 3}, r"n_group = 3 .*valid are 1, 2"),
     ("glm4_moe", {"n_group": 4}, r"n_group = 4 .*valid are 1, 2"),
     ("glm4_moe", {"n_group": 2, "topk_group": 3}, r"topk_group = 3 .*valid are 1 to 2"),

@@ -1,8 +1,11 @@
 """Shards: what is in them, several processes, what a killed run left, damage."""
 
+import multiprocessing
+import os
 import shutil
 import threading
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +18,7 @@ from forebay.train import shards, text
 from forebay.train.durable import FolderLock
 from forebay.train.shards import Corpus, cache_folder, load_corpus, open_corpus
 from forebay.train.tokenizer import BYTES_END, Tokenizer, load_tokenizer
-from tests.ranks import start
+from tests.ranks import start, wait_until
 from tests.train.common import word_tokenizer
 
 BYTES = load_tokenizer("bytes")
@@ -155,6 +158,24 @@ def test_a_killed_run_loses_one_shard_and_a_second_process_waits(tmp_path: Path,
     assert lines == ["3 of 5 shards were written before", "4 of 5 shards", "5 of 5 shards"]
     assert everything(found[0]) == TOKENS
     assert not list((tmp_path / "out").glob(".*"))
+
+
+def waiting_pool(folder: str) -> None:
+    """A process of the pool that tokenizes has nothing to do."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), shards._begin_worker) as pool:
+        Path(folder, "pid").write_text(str(pool.submit(os.getpid).result()))
+        time.sleep(600)
+
+
+def test_processes_that_tokenize_end_with_their_run(tmp_path: Path) -> None:
+    """After kill -9 they waited for work for ever."""
+    process = start(waiting_pool, str(tmp_path))
+    pid = tmp_path / "pid"
+    wait_until(lambda: pid.exists() and pid.read_text(), "the pool did not begin")
+    worker = Path("/proc", pid.read_text())
+    assert worker.exists()
+    process.kill()
+    wait_until(lambda: not worker.exists(), "it outlived its run", seconds=30)
 
 
 def test_other_shards_in_the_folder(tmp_path: Path, many: DataSource) -> None:

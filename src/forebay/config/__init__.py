@@ -4,10 +4,11 @@
 `forebay.config.fast_path` gives the keys that are "auto" their values.
 """
 
-from forebay.config.checks import check_experts, check_world, split_replicas
+from forebay.config.checks import check_experts, check_world, divisors, split_replicas
 from forebay.config.fast_path import Facts, FastPath, is_open, resolve, shares_weights, why_called
 from forebay.config.loading import apply_override, build_section, from_mapping, load, presets
 from forebay.config.sections import (
+    MOST_PROCESSES,
     SCHEDULES,
     Config,
     Data,
@@ -25,6 +26,7 @@ from forebay.config.sections import (
 )
 
 __all__ = [
+    "MOST_PROCESSES",
     "SCHEDULES",
     "Config",
     "Data",
@@ -41,6 +43,7 @@ __all__ = [
     "build_section",
     "check_experts",
     "check_world",
+    "divisors",
     "from_mapping",
     "is_open",
     "key",

@@ -5,7 +5,7 @@ would be valid. `check` needs the configuration only, `check_world` the number o
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import count
 from math import isqrt
 from pathlib import Path
@@ -16,7 +16,9 @@ from forebay.errors import UsageError, nearest
 from forebay.policy import PLACEMENTS, PolicyError, parse_bytes
 
 # Torch's schedules take time that grows with the square of the microbatches: on 8 ranks, 2048 take 30 s and 20,000 an hour.
-_MOST_MICROBATCHES = 2048
+_MOST_OF_PIPELINE = 2048
+# Without a pipeline a plan takes 5 s for so many, as it goes through all of them, and a step hours.
+_MOST_MICROBATCHES = 100_000
 
 
 def check(c: Config) -> None:
@@ -46,11 +48,11 @@ def split_replicas(c: Config, size: int, per_node: int) -> str:
     replica, together = size // c.parallel.replicate, c.parallel.pp * c.parallel.ep
     if c.parallel.replicate == 1 or fits(replica):
         return ""
-    better = [n for n in range(1, size + 1) if size % n == 0 and size // n % together == 0 and fits(size // n)]
+    better = [n for n in divisors(size) if size // n % together == 0 and fits(size // n)]
     return (
         f"parallel.replicate = {c.parallel.replicate} makes replicas of {replica} processes, which are parts of nodes of "
         f"{per_node}: what a replica gathers and what replicas add up both cross the network; "
-        f"parallel.replicate of {', '.join(map(str, better))} does not split nodes"
+        f"parallel.replicate of {_listed(better)} does not split nodes"
     )
 
 
@@ -60,7 +62,7 @@ def check_experts(ep: int, experts: int) -> None:
         raise UsageError(f"parallel.ep = {ep}, but this model has no experts; valid is 1")
     if experts % ep:
         raise UsageError(
-            f"parallel.ep = {ep} does not divide the model's {experts} experts; valid are {_divisors(experts)}"
+            f"parallel.ep = {ep} does not divide the model's {experts} experts; valid are {_listed(divisors(experts))}"
         )
 
 
@@ -300,15 +302,15 @@ def _world_mistakes(c: Config, size: int) -> Iterator[str]:
             f"or {c.processes} processes"
         )
     if size % replicate:
-        yield f"parallel.replicate = {replicate} does not divide the {size} processes; valid are {_divisors(size)}"
+        yield f"parallel.replicate = {replicate} does not divide the {size} processes; valid are {_listed(divisors(size))}"
     replica = size // replicate
     whose = f"{size} processes" if replicate == 1 else f"{replica} processes of a replica ({size} / {replicate})"
     if replica % pp:
-        yield f"parallel.pp = {pp} does not divide the {whose}; valid are {_divisors(replica)}"
+        yield f"parallel.pp = {pp} does not divide the {whose}; valid are {_listed(divisors(replica))}"
     stage = replica // pp
     if stage % ep:
         whose = whose if pp == 1 else f"{stage} processes of a pipeline stage ({replica} / {pp})"
-        yield f"parallel.ep = {ep} does not divide the {whose}; valid are {_divisors(stage)}"
+        yield f"parallel.ep = {ep} does not divide the {whose}; valid are {_listed(divisors(stage))}"
     sharing = size // pp
     batch, microbatch = c.train.batch, c.train.microbatch
     if batch % sharing:
@@ -319,7 +321,13 @@ def _world_mistakes(c: Config, size: int) -> Iterator[str]:
     if microbatch and batch % (microbatch * sharing):
         yield (
             f"train.batch = {batch} is no multiple of train.microbatch = {microbatch} on each of the {sharing} processes that "
-            f"share the batch; valid here for train.microbatch are {_divisors(batch // sharing)}"
+            f"share the batch; valid here for train.microbatch are {_listed(divisors(batch // sharing))}"
+        )
+    most, whose = (_MOST_OF_PIPELINE, "pipeline") if pp > 1 else (_MOST_MICROBATCHES, "process")
+    if (given := c.microbatches(sharing)) > most:
+        yield (
+            f"train.batch = {batch} gives each {whose} {given} microbatches of {c.microbatch(sharing)} sequences a step, and a "
+            f"step has at most {most}; raise train.microbatch, or lower train.batch"
         )
     if pp > 1:
         yield from _microbatch_mistakes(c, sharing)
@@ -337,12 +345,6 @@ def _microbatch_mistakes(c: Config, sharing: int) -> Iterator[str]:
     schedule, pp, size = c.parallel.schedule, c.parallel.pp, c.microbatch(sharing)
     sequences = c.train.batch // sharing
     given = sequences // size
-    if given > _MOST_MICROBATCHES:
-        yield (
-            f"train.batch = {c.train.batch} gives each pipeline {given} microbatches of {size} sequences a step, and a schedule "
-            f"has at most {_MOST_MICROBATCHES}; raise train.microbatch, or lower train.batch"
-        )
-        return
     if _fills(schedule, pp, given):
         return
     rule = {
@@ -350,12 +352,12 @@ def _microbatch_mistakes(c: Config, sharing: int) -> Iterator[str]:
         "interleaved-1f1b": f"a multiple of {given // pp}, the rounds of {pp} that are in it",
         "dualpipev": f"at least {2 * pp}, one for each of its stages",
     }[schedule]
-    smaller = [n for n in range(1, sequences + 1) if sequences % n == 0 and _fills(schedule, pp, sequences // n)]
+    smaller = [n for n in divisors(sequences) if _fills(schedule, pp, sequences // n)]
     if smaller:
         nearest_valid = min(smaller, key=lambda n: abs(n - size))
         advice = f"the nearest valid train.microbatch for this batch is {nearest_valid}"
     else:
-        more = next(n for n in count(given + 1) if _fills(schedule, pp, n))
+        more = next(n for n in count(max(given + 1, _fewest(schedule, pp))) if _fills(schedule, pp, n))
         advice = f"the nearest valid train.batch above is {more * size * sharing} with train.microbatch = {size}"
     yield (
         f"parallel.schedule = {schedule!r} with parallel.pp = {pp} needs {rule}, but a step gives a pipeline {given}: "
@@ -363,18 +365,21 @@ def _microbatch_mistakes(c: Config, sharing: int) -> Iterator[str]:
     )
 
 
+def _fewest(schedule: str, pp: int) -> int:
+    return {"1f1b": pp, "dualpipev": 2 * pp}.get(schedule, 1)  # "zbv" leaves out what there is no microbatch for
+
+
 def _fills(schedule: str, pp: int, microbatches: int) -> bool:
     """Whether torch's schedule takes this number of microbatches."""
-    match schedule:
-        case "1f1b":
-            return microbatches >= pp
-        case "interleaved-1f1b":
-            return microbatches % max(1, microbatches // pp) == 0
-        case "dualpipev":
-            return microbatches >= 2 * pp
-    return microbatches >= 1  # "zbv" leaves out what there is no microbatch for
+    whole_rounds = schedule != "interleaved-1f1b" or microbatches % max(1, microbatches // pp) == 0
+    return whole_rounds and microbatches >= _fewest(schedule, pp)
 
 
-def _divisors(number: int) -> str:
+def divisors(number: int) -> list[int]:
+    """All of them, ascending."""
     smaller = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
-    return ", ".join(str(n) for n in sorted({*smaller, *(number // n for n in smaller)}))
+    return sorted({*smaller, *(number // n for n in smaller)})
+
+
+def _listed(numbers: Iterable[int]) -> str:
+    return ", ".join(map(str, numbers))

@@ -12,6 +12,8 @@ from typing import Any
 
 from forebay.policy import PRECISIONS, RECOMPUTE_MODES
 
+# No run has as many, and mistakes are found, and valid values named, in well under a second.
+_MOST_SEQUENCES, MOST_PROCESSES = 10**9, 10**6
 SCHEDULES = ("1f1b", "interleaved-1f1b", "zbv", "dualpipev")
 AUTO = "auto"
 
@@ -121,7 +123,7 @@ class Train:
     """[train]: how many steps, of what size."""
 
     steps: int = key(100, "Optimizer steps.", low=1)
-    batch: int = key(8, "Sequences per optimizer step, over all processes.", low=1)
+    batch: int = key(8, "Sequences per optimizer step, over all processes.", low=1, high=_MOST_SEQUENCES)
     microbatch: int = key(0, "Sequences per forward of a process; 0 is the process's whole part of the batch.", low=0)
     sequence: int = key(256, "Tokens per sequence.", low=1)
     seed: int = key(0, "Seed of weights, dropout and the order of the data.", low=0, high=2**63 - 1)
@@ -217,8 +219,9 @@ class Parallel:
         "Replicas (HSDP): weights are gathered, and gradients reduce-scattered, inside a replica; then gradients are "
         "all-reduced across replicas.",
         low=1,
+        high=MOST_PROCESSES,
     )
-    pp: int = key(1, "Pipeline ranks: groups of processes that hold different layers.", low=1)
+    pp: int = key(1, "Pipeline ranks: groups of processes that hold different layers.", low=1, high=MOST_PROCESSES)
     schedule: str = key("dualpipev", "Order of the microbatches through the stages.", choices=SCHEDULES)
     chunks: int = key(2, "Stages of each pipeline rank; 'interleaved-1f1b' only.", low=2)
     partition: str | tuple[int, ...] | tuple[float, ...] = key(
@@ -226,7 +229,7 @@ class Parallel:
         "Layers of each stage: 'auto' balances cost and memory, 'even', or a list with a count for each stage; half a layer is "
         "one of its two sublayers, attention or MLP.",
     )
-    ep: int = key(1, "Processes that share the experts of a layer.", low=1)
+    ep: int = key(1, "Processes that share the experts of a layer.", low=1, high=MOST_PROCESSES)
     dispatch: str = key(
         "auto",
         "Token dispatcher; 'auto' chooses by where the expert group's processes run. With 'auto' and 'symmetric', pipeline ranks "
@@ -466,7 +469,8 @@ def parse_duration(text: str) -> float:
     Raises:
         ValueError: not a duration, or 0.
     """
-    found = re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", text.replace(" ", ""))
+    number = r"(?:(\d{1,9})%s)?"  # longer ones may be beyond all floats
+    found = re.fullmatch("".join(number % unit for unit in "dhms"), text.replace(" ", ""))
     seconds = (
         0 if found is None else sum(int(n or 0) * s for n, s in zip(found.groups(), (86400, 3600, 60, 1), strict=True))
     )

@@ -41,8 +41,18 @@ _FSDP = ("full_shard", "shard_grad_op", "auto_wrap")
 _FSDP_CONFIG: Mapping[str, Any] = {
     "version": 2, "cpu_offload": False, "xla": False, "min_num_params": 0, "auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
 }  # fmt: skip
-"""Keys of `fsdp_config` that change memory, and their only values here. `reshard_after_forward` and
-`activation_checkpointing` are counted; all others are ignored."""
+"""Keys of `fsdp_config` that change memory, and their only values here."""
+_FSDP_COUNTED = ("reshard_after_forward", "activation_checkpointing")
+_FSDP_IGNORED = (
+    "backward_prefetch", "cpu_ram_efficient_loading", "forward_prefetch", "limit_all_gathers", "state_dict_type",
+    "sync_module_states", "transformer_layer_cls_to_wrap", "use_orig_params", "xla_fsdp_grad_ckpt", "xla_fsdp_settings",
+    "xla_fsdp_v2",
+)  # fmt: skip
+"""Keys of `fsdp_config` that change nothing with the values of `_FSDP_CONFIG`."""
+_ACCELERATOR_CONFIG: Mapping[str, Any] = {"split_batches": False}
+_ACCELERATOR_IGNORED = (
+    "dispatch_batches", "even_batches", "non_blocking", "use_configured_state", "use_seedable_sampler",
+)  # fmt: skip
 _REFUSED = (
     "auto_find_batch_size", "deepspeed", "fp16", "label_smoothing_factor", "neftune_noise_alpha", "optim_target_modules",
     "parallelism_config", "torch_compile", "torch_compile_backend", "torch_compile_mode", "use_cpu", "use_liger_kernel",
@@ -54,8 +64,8 @@ _REFUSED = (
 class TrainerArguments:
     """The arguments that a plan counts, by their Hugging Face names, with their defaults there, except for `max_length`."""
 
-    per_device_train_batch_size: int = key(8, "Sequences of a microbatch.", low=1)
-    gradient_accumulation_steps: int = key(1, "Microbatches of a step.", low=1)
+    per_device_train_batch_size: int = key(8, "Sequences of a microbatch.", low=1, high=100_000)
+    gradient_accumulation_steps: int = key(1, "Microbatches of a step.", low=1, high=10_000)
     sync_each_batch: bool = key(False, "Reduce gradients of each microbatch (accelerator_config).")
     max_length: int = key(4096, "Tokens of a sequence.", low=1)
     bf16: bool = key(False, "Forward under bf16 autocast.")
@@ -109,8 +119,7 @@ def read_arguments(given: Iterable[str]) -> TrainerArguments:
         if found.get(name):
             raise UsageError(f"--hf {name}={found[name]} is not counted by this plan; valid is a run without it")
     _unpack_fsdp(found)
-    accumulation = _table(_table(found, "accelerator_config"), "gradient_accumulation_kwargs")
-    found.setdefault("sync_each_batch", bool(accumulation.get("sync_each_batch")))
+    _unpack_accelerator(found)
     if isinstance(targets := found.get("lora_target_modules"), str):
         found["lora_target_modules"] = [target.strip() for target in targets.split(",")]
     if other := set(_table(found, "gradient_checkpointing_kwargs")) - {"use_reentrant"}:
@@ -137,7 +146,7 @@ def _file(name: str) -> dict[str, Any]:
         raise UsageError(f"{name} cannot be read: {error}") from error
     if not isinstance(read, dict):
         raise UsageError(f"{name} has no names and values of TrainingArguments")
-    return read
+    return {str(name): value for name, value in read.items()}
 
 
 def _parsed(text: str, name: str, is_json: bool = False) -> Any:
@@ -155,7 +164,7 @@ def _table(found: dict[str, Any], name: str) -> dict[str, Any]:
     value = _file(value) if isinstance(value, str) else value
     if not isinstance(value, dict):
         raise UsageError(f"--hf {name} must be a table or a file, not {value!r}")
-    return value
+    return {str(name): value for name, value in value.items()}  # in YAML, names may be numbers
 
 
 def _unpack_fsdp(found: dict[str, Any]) -> None:
@@ -169,19 +178,39 @@ def _unpack_fsdp(found: dict[str, Any]) -> None:
     found["fsdp"] = True
     if "shard_grad_op" in words:
         found.setdefault("reshard_after_forward", False)
-    for name, value in config.items():
-        name = name.removeprefix("fsdp_")
-        value = (
-            _parsed(value, f"fsdp_config: {name}") if isinstance(value, str) else value
-        )  # transformers takes "true" too
-        if name == "reshard_after_forward":
-            found[name] = value
-        elif name == "activation_checkpointing":
-            found["gradient_checkpointing"] = found.get("gradient_checkpointing") or value
-        elif value and value != _FSDP_CONFIG.get(name, value):
+    config = {name.removeprefix("fsdp_"): value for name, value in config.items()}
+    # transformers takes "true" too
+    config = {n: _parsed(v, f"fsdp_config: {n}") if isinstance(v, str) else v for n, v in config.items()}
+    _check_table("fsdp_config", config, _FSDP_CONFIG, (*_FSDP_COUNTED, *_FSDP_IGNORED))
+    if "reshard_after_forward" in config:
+        found["reshard_after_forward"] = config["reshard_after_forward"]
+    found["gradient_checkpointing"] = found.get("gradient_checkpointing") or config.get("activation_checkpointing")
+
+
+def _unpack_accelerator(found: dict[str, Any]) -> None:
+    """Replace `accelerator_config` by the arguments that are counted."""
+    config = _table(found, "accelerator_config")
+    accumulation = _table(config, "gradient_accumulation_kwargs")
+    _check_table("accelerator_config", config, _ACCELERATOR_CONFIG, _ACCELERATOR_IGNORED)
+    counted = ("num_steps", "sync_each_batch")
+    _check_table(
+        "gradient_accumulation_kwargs", accumulation, {}, (*counted, "adjust_scheduler", "sync_with_dataloader")
+    )
+    found.setdefault("sync_each_batch", bool(accumulation.get("sync_each_batch")))
+    if "num_steps" in accumulation:
+        found["gradient_accumulation_steps"] = accumulation["num_steps"]  # transformers refuses two numbers
+
+
+def _check_table(where: str, table: Mapping[str, Any], only: Mapping[str, Any], others: Sequence[str]) -> None:
+    """Check the keys of a table: `only` has those that have one value here; `others` have any."""
+    for name, value in table.items():
+        if name not in only and name not in others:
+            known = sorted({*only, *others})
             raise UsageError(
-                f"fsdp_config: {name}={value!r} is not counted by this plan; valid is {_FSDP_CONFIG[name]!r}"
+                f"{where}: {name!r} is no key of it; {nearest(name, known, 'key')}valid keys are {', '.join(known)}"
             )
+        if value and value != only.get(name, value):
+            raise UsageError(f"{where}: {name}={value!r} is not counted by this plan; valid is {only[name]!r}")
 
 
 # --- LoRA -------------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from rich.table import Table
 
-from forebay.config import Config, check_experts, check_world, from_mapping
+from forebay.config import Config, check_experts, check_world, divisors, from_mapping
 from forebay.errors import UsageError
 from forebay.estimate.device import DeviceProfile
 from forebay.estimate.fit import headroom, least_budget
@@ -151,10 +151,6 @@ def meshes(gpus: int, replicate: int = 1, node: int | None = None) -> Iterator[M
 def ranked(candidates: Iterable[Candidate]) -> list[Candidate]:
     """Those that fit first; among them the fastest; without times, those with the lowest peak."""
     return sorted(candidates, key=lambda c: (c.fits is False, (c.fits is not False and c.seconds) or 0.0, c.peak))
-
-
-def divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
 
 
 SEARCHES = ("microbatch", "sequence", "layers", "mesh")

@@ -32,7 +32,7 @@ def run(policy: Sequence[str], budget: str | None, command: Sequence[str]) -> No
         UsageError: no command, or it cannot be started.
         PolicyError: an invalid policy or budget.
     """
-    if not command:
+    if not command or not command[0]:
         raise UsageError("forebay run needs a command, such as: forebay run --policy offload -- python train.py")
     environment = {**os.environ, **_environment(parse_policy(policy), budget, command)}
     sys.stdout.flush()

@@ -519,7 +519,8 @@ def _words(dtype: torch.dtype, glu: Glu) -> tuple[Callable[[Tensor | None], Tens
     def words(t: Tensor | None) -> Tensor | None:
         if t is None:
             return None
-        return (t.clone() if t.storage_offset() % 2 else t).view(torch_word)
+        # A single row is contiguous whatever its stride, which the view to other words would refuse.
+        return (t.clone() if t.storage_offset() % 2 else t).view(-1).view(torch_word)
 
     return words, half, word
 
@@ -545,7 +546,7 @@ def _place(where: PageTable | Tensor | None, dtype: torch.dtype, inner: int, glu
     if not isinstance(where, PageTable):
         if where is not None and where.storage_offset() % 2:
             where = where.clone()
-        words = None if where is None else where.view(word)
+        words = None if where is None else where.view(-1).view(word)
         unpaged = {"device_pages": 0, "host_at": 0, "PAGE_WORDS": 0, "WORDS_IN_16": 0}
         return _Place(words, where if compressed else None, None, {**sizes, **unpaged})
     arena = where.arena

@@ -292,13 +292,16 @@ def _as_int32(weights: Tensor) -> Tensor:
     """Weights [T, K] as int32 words beside the ids, bit for bit."""
     if weights.element_size() < 4:
         weights = weights.float()
-    return weights.detach().contiguous().view(torch.int32)
+    # Flat: a dimension of one element may have any stride, which a view to other words would refuse.
+    words = weights.detach().reshape(-1).view(torch.int32)
+    return words.view(weights.shape[0], weights.shape[1] * weights.element_size() // words.element_size())
 
 
 def _from_int32(words: Tensor, dtype: torch.dtype) -> Tensor:
     """The inverse of `_as_int32`: [R, K] in `dtype`, new memory."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32
-    return words.contiguous().view(wide).to(dtype)
+    # Not `contiguous`: no rows are contiguous wherever they begin, and an odd word is none of fp64's.
+    return words.clone(memory_format=torch.contiguous_format).view(wide).to(dtype)
 
 
 @dataclass(frozen=True, eq=False)

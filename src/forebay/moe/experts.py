@@ -113,7 +113,8 @@ def experts(
             out. The default is T*K.
         deferred: defers the gradients of gate_up and down, for pipelines. Breaks the graph of `torch.compile`.
         pages: where x and h wait for backward, live rows only; `forebay.memory.page_store.PageStore` is one. Breaks the graph of
-            `torch.compile`.
+            `torch.compile`. With `max_rows`, tokens without a slot of these experts come last in x, as a dispatcher returns them:
+            nothing is saved of the last ones.
         gate_up_update, down_update: low-rank updates (LoRA) of the two stacks, as matrices from inputs to outputs whatever
             `transposed` says: a [E, r, H] and b [E, 2I, r] for gate_up, a [E, r, I] and b [E, H, r] for down. The updated weights
             are never made. Training gate_up's update saves x (2H bytes a token in bf16); down's saves nothing besides h.

@@ -90,7 +90,7 @@ class LayerArguments:
         first, given = self._run(x, positions)
         if not torch.equal(first, x):
             one = torch.ones(1, 1, size[-1], dtype=torch.float64, device=tokens.device)  # has every digit of the factor
-            self._factor = float(self._run(one, None)[0][0, 0, 0])
+            self._factor = float(self._run(one, None if positions is None else positions[:1, :1])[0][0, 0, 0])
         if not torch.equal(first, self.scaled(x)):
             raise ValueError(f"{type(self._base).__name__} changes embedded tokens before its first layer")
         return given

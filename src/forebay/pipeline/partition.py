@@ -333,7 +333,7 @@ def _check_stages(stages: int, n_layers: int, schedule: str, pp: int) -> None:
     if stages > n_layers:
         raise ValueError(
             f"{schedule} on {pp} ranks has {stages} stages, and each needs at least one of the model's {n_layers} decoder "
-            f"layers; valid is at most {n_layers // (stages // pp)} ranks"
+            f"layers; valid is at most {max(1, n_layers // (stages // pp))} ranks"
         )
 
 

@@ -468,7 +468,7 @@ def _write(partial: Path, taken: _Snapshot, group: dist.ProcessGroup | None, aft
     # Trap: sync_files of torch 2.11 to 2.13 syncs before Python's buffer is written, which loses the end of each file.
     # Trap: if torch copies ahead, it waits for the compute stream, even where nothing is on the device.
     ahead = 0 if taken.is_copy else _COPY_AHEAD
-    writer = dcp.FileSystemWriter(partial, thread_count=1, sync_files=False, per_thread_copy_ahead=ahead)
+    writer = _Writer(partial, thread_count=1, sync_files=False, per_thread_copy_ahead=ahead)
     dcp.save(dict(taken.tensors), storage_writer=writer, process_group=group, no_dist=size == 1)
 
     def sync_own() -> None:
@@ -493,6 +493,19 @@ def _write(partial: Path, taken: _Snapshot, group: dist.ProcessGroup | None, aft
     manifest = {"files": files, "written": max(time.time(), after + 0.001)}
     on_main(lambda: write_synced(partial / MANIFEST, json.dumps(manifest)), group)
     on_main(lambda: sync_tree(partial), group)
+
+
+class _Writer(dcp.FileSystemWriter):
+    """torch's writer, whose error is the OSError that caused it: torch sends errors to other processes without their causes."""
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        try:
+            return super().write_data(plan, planner)
+        except RuntimeError as error:
+            cause = cause_of(error)
+            if cause is error:
+                raise
+            raise cause from error
 
 
 def cause_of(error: BaseException) -> BaseException:

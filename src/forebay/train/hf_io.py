@@ -5,6 +5,8 @@ from where the section says. transformers fills tensors that a checkpoint lacks 
 is a `RunError` that names them. Nothing is downloaded, and code in a folder is never run.
 """
 
+import hashlib
+import json
 import shutil
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -22,7 +24,7 @@ from forebay.models.router import BIASES, biases_to_float32
 from forebay.models.sinks import has_eager_sinks
 from forebay.train import hf_weights
 from forebay.train.distributed import on_all
-from forebay.train.durable import make_folder, sync, sync_tree
+from forebay.train.durable import LOCK, FolderLock, holder, make_folder, sync, sync_tree
 from forebay.train.hf_weights import incomplete, initialize, initialize_buffers, materialize, mis_shaped, not_tied
 from forebay.train.model_checks import check_sizes
 from forebay.train.tokenizer import load_tokenizer
@@ -30,6 +32,7 @@ from forebay.train.tokenizer import load_tokenizer
 TESTED = ("qwen3_moe", "mixtral", "olmoe", "deepseek_v2", "deepseek_v3", "gpt_oss", "glm4_moe")
 # Without trust_remote_code=False, transformers asks on the terminal whether to run a folder's code.
 _LOCAL: Mapping[str, bool] = {"local_files_only": True, "trust_remote_code": False}
+_COMPARED = 64 << 10  # bytes of a file of weights
 # Files of a tokenizer's folder, besides those with "token" in their name.
 _TOKENIZER_FILES = frozenset(
     {"vocab.json", "merges.txt", "vocab.txt", "chat_template.jinja", "spiece.model", "sentencepiece.bpe.model"}
@@ -54,6 +57,27 @@ def check_vocabulary(config: Any, vocabulary: int) -> None:
             f"the model's vocab_size is {size}, but the tokenizer has {vocabulary} ids; "
             f"set model.config.vocab_size to at least {vocabulary}, or use the model's own tokenizer (data.tokenizer)"
         )
+
+
+def identity(section: Model, config: Any) -> tuple[str, str]:
+    """A hash that tells the section's models on two machines apart, and the model's name.
+
+    Args:
+        config: what `configuration` returned. Files of weights are compared by their sizes and a part in their middle, since to
+            read them takes long: those of other training differ everywhere.
+    """
+    about = {
+        name: value for name, value in config.to_dict().items() if name not in ("_name_or_path", "transformers_version")
+    }
+    found = hashlib.sha256(json.dumps(about, sort_keys=True, default=str).encode())
+    if section.path and section.weights == "load":
+        for file in hf_weights.files_of(Path(section.path).expanduser()):
+            size = file.stat().st_size
+            found.update(f"{file.name} {size}".encode())
+            with file.open("rb") as stream:
+                stream.seek(size // 2)
+                found.update(stream.read(_COMPARED))
+    return found.hexdigest(), section.path or section.family
 
 
 def build(
@@ -102,44 +126,69 @@ def build(
 def save(model: Any, out: Path, tokenizer: Path | None = None, source: Path | None = None) -> None:
     """Write `model` and the tokenizer's files as a folder that ``from_pretrained`` loads.
 
-    The folder is written under another name and renamed, so `out` is whole or does not exist.
+    The folder is written under another name and renamed, so `out` is whole or does not exist. What a killed process left there is
+    removed. A symbolic link stays one.
 
     Args:
         tokenizer: folder of the tokenizer.
         source: folder of the model that training began from, whose settings of ``generate`` are kept.
 
     Raises:
-        UsageError: `out` exists and is not an empty folder.
+        UsageError: `out` exists and is not an empty folder, or another process writes it.
         RunError: it cannot be written.
     """
-    from transformers import GenerationConfig
+    check_new(out)
+    out = out.resolve() if out.is_symlink() else out
+    partial = out.parent / f".{out.name}.partial"
+    with FolderLock() as lock:
+        try:
+            make_folder(partial)
+            if not lock.take(partial):
+                raise UsageError(
+                    f"{out} is being written by {holder(partial)}; wait for its end, or give another folder"
+                )
+            try:
+                _write(model, partial, tokenizer, source)
+                check_new(out)
+                if out.is_dir():
+                    out.rmdir()
+                partial.rename(out)
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
+            (out / LOCK).unlink(missing_ok=True)
+            sync(out)
+            sync(out.parent)
+        except (OSError, SafetensorError) as error:
+            raise RunError(f"the model cannot be written to {out}: {error}") from error
 
+
+def check_new(out: Path) -> None:
+    """Raise UsageError unless `out` can become a model's folder: it does not exist, or is an empty one."""
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise UsageError(f"{out} is there already; give a folder that does not exist or is empty")
-    partial = out.parent / f".{out.name}.partial"
+
+
+def _write(model: Any, folder: Path, tokenizer: Path | None, source: Path | None) -> None:
+    """Write and sync the files of `save` into a locked folder."""
+    from transformers import GenerationConfig
+
+    for left in folder.iterdir():
+        if left.name != LOCK:
+            left.unlink()
     try:
-        shutil.rmtree(partial, ignore_errors=True)
-        make_folder(partial)
         model.config.use_cache = True
         # That of a model in training has its use_cache = False, with which `generate` computes all tokens again for each.
         model.generation_config = GenerationConfig.from_model_config(model.config)
-        model.save_pretrained(partial)
-        settings = source / "generation_config.json" if source else None
-        if settings is not None and settings.is_file():
-            shutil.copy2(settings, partial)
-        for file in tokenizer.iterdir() if tokenizer else ():
-            if file.is_file() and ("token" in file.name or file.name in _TOKENIZER_FILES):
-                shutil.copy2(file, partial / file.name)
-        sync_tree(partial)
-        if out.is_dir():
-            out.rmdir()
-        partial.rename(out)
-        sync(out.parent)
-    except (OSError, SafetensorError) as error:
-        raise RunError(f"the model cannot be written to {out}: {error}") from error
+        model.save_pretrained(folder)
     finally:
         model.config.use_cache = False
-        shutil.rmtree(partial, ignore_errors=True)
+    settings = source / "generation_config.json" if source else None
+    if settings is not None and settings.is_file():
+        shutil.copy2(settings, folder)
+    for file in tokenizer.iterdir() if tokenizer else ():
+        if file.is_file() and ("token" in file.name or file.name in _TOKENIZER_FILES):
+            shutil.copy2(file, folder / file.name)
+    sync_tree(folder)
 
 
 def from_folder_config(folder: Path, dtype: torch.dtype) -> Any:

@@ -42,7 +42,10 @@ from forebay.errors import (
     UsageError,
     exit_code_of,
     first_line,
+    host_is_full,
+    lacks_host_memory,
 )
+from forebay.memory.profiler import SavedProfile
 from forebay.memory.step import StepReport
 from forebay.pipeline.partition import Partition
 from forebay.train import checkpoint, hf_io, restore, run_folder
@@ -113,8 +116,9 @@ def train(
             return _TrainingRun(path, console, start, trainer, stop, limit, remote).run()
 
 
-def profile(config: Config, partition: Callable[[], Partition] | None = None) -> list[PipelineProfile]:
-    """Profile what autograd saves in the first step, by rank of this process's pipeline. Changes no parameter, writes no file.
+def profile(config: Config, partition: Callable[[], Partition] | None = None) -> SavedProfile | list[PipelineProfile]:
+    """Profile what autograd saves in this process's first forward; on a pipeline, in the first step, by rank of this process's.
+    Changes no parameter, writes no file.
 
     Args:
         partition: as for `train`.
@@ -122,7 +126,7 @@ def profile(config: Config, partition: Callable[[], Partition] | None = None) ->
     Raises:
         DoesNotFit: the device or the host ran out of memory.
         ReportedElsewhere: the profile failed and another process reports why.
-        UsageError, RunError: as their messages say; the former also for `parallel.pp` of 1.
+        UsageError, RunError: as their messages say.
     """
     world = World.of_environment()
     check_world(config, world.size)
@@ -130,7 +134,7 @@ def profile(config: Config, partition: Callable[[], Partition] | None = None) ->
         _joined(config, world, lambda: "nothing was written") as mesh,
         Trainer(config, mesh, None if partition is None else mesh.on_main(partition)) as trainer,
     ):
-        return profile_ranks(trainer)
+        return trainer.memory.profile(trainer.forward) if trainer.pipeline is None else profile_ranks(trainer)
 
 
 def export(run: Path, out: Path) -> tuple[Path, str]:
@@ -140,9 +144,10 @@ def export(run: Path, out: Path) -> tuple[Path, str]:
         The checkpoint that was exported; and the folder of its run's tokenizer if that is not here, and so not in `out`, else "".
 
     Raises:
-        UsageError: there is no checkpoint, or `out` exists and is not empty.
+        UsageError: there is no checkpoint, or `out` is not new or empty (see `hf_io.save`).
         RunError: the checkpoint is damaged.
     """
+    hf_io.check_new(out)  # before a large model is read
     path = restore.find(run)
     config = from_mapping(restore.read_about(path)["config"], origin=str(path))
     model = hf_io.from_folder_config(path / "model", getattr(torch, config.model.dtype))
@@ -221,9 +226,9 @@ def _naming_lost(heart: Heartbeat | None, advice: Callable[[], str]) -> Iterator
     """Context that turns the error of a collective, whose text names no process, into one that names the lost process."""
     try:
         yield
-    except torch.OutOfMemoryError:  # a RuntimeError too
-        raise
     except (RuntimeError, ForebayError) as error:
+        if isinstance(error, torch.OutOfMemoryError) or lacks_host_memory(error):  # RuntimeErrors too
+            raise
         # Collectives fail inside of a save and of the choice of a dispatcher too, which wrap what they raise.
         raised = error if isinstance(error, RuntimeError) else checkpoint.cause_of(error.__cause__ or error)
         lost = heart.find_lost() if heart is not None and isinstance(raised, RuntimeError) else None
@@ -237,11 +242,13 @@ def _advising_memory(mesh: Mesh, what_fits: Callable[[int], str] | None, patienc
     """Context that turns a lack of memory into `DoesNotFit`, with advice if it is the device's. `patience`: see `_advice`."""
     try:
         yield
-    except MemoryError as error:
-        raise DoesNotFit(f"the host is out of memory: {first_line(error)}") from error
     except torch.OutOfMemoryError as error:
         advice = "" if what_fits is None else _advice_of_first(mesh, partial(_advice, what_fits, mesh, patience))
         raise DoesNotFit("; ".join(filter(None, (first_line(error), advice)))) from error
+    except (MemoryError, RuntimeError) as error:
+        if lacks_host_memory(error):
+            raise host_is_full(error) from error
+        raise
 
 
 def _advice(what_fits: Callable[[int], str], mesh: Mesh, patience: float) -> str:

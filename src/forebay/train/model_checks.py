@@ -11,8 +11,9 @@ import inspect
 import textwrap
 from typing import Any
 
+from forebay.config import divisors
 from forebay.errors import UsageError, nearest
-from forebay.train.parallel import experts_in
+from forebay.train.parallel import EXPERT_COUNTS, experts_in
 
 _AT_LEAST_ONE = (
     "hidden_size",
@@ -64,9 +65,10 @@ class _Sizes:
     def check(self) -> None:
         from transformers.activations import ACT2FN
 
-        for name in _AT_LEAST_ONE:
-            if (value := self._number(name)) is not None and value < 1:
-                self._refuse(name, "it must be at least 1")
+        for name in (*_AT_LEAST_ONE, *EXPERT_COUNTS):
+            least = int(name in _AT_LEAST_ONE)
+            if (value := self._number(name)) is not None and value < least:
+                self._refuse(name, f"it must be at least {least}")
         activation = getattr(self._text, "hidden_act", None)
         if isinstance(activation, str) and activation not in ACT2FN:
             known = list(ACT2FN)
@@ -125,14 +127,14 @@ class _Sizes:
         elif heads % groups:
             self._refuse(
                 "num_key_value_heads",
-                f"num_attention_heads = {heads} is no multiple of it; valid are {_list(_divisors(heads))}",
+                f"num_attention_heads = {heads} is no multiple of it; valid are {_list(divisors(heads))}",
             )
 
     def _check_head_size(self, heads: int, groups: int | None) -> None:
         hidden = self._number("hidden_size")
         if hidden is None or not hidden % heads:
             return
-        even = [n for n in _divisors(hidden) if hidden // n % 2 == 0 or not self._has_rotary]
+        even = [n for n in divisors(hidden) if hidden // n % 2 == 0 or not self._has_rotary]
         valid = [n for n in even if groups is None or n % groups == 0] or even
         self._refuse(
             "num_attention_heads",
@@ -162,7 +164,7 @@ class _Sizes:
             return
         hidden, heads = self._number("hidden_size"), self._number("num_attention_heads")
         if hidden is not None and heads is not None and hidden // heads % 2:
-            valid = [n for n in _divisors(hidden) if hidden // n % 2 == 0]
+            valid = [n for n in divisors(hidden) if hidden // n % 2 == 0]
             self._refuse(
                 "num_attention_heads",
                 f"a head has hidden_size / num_attention_heads = {hidden // heads} numbers, and rotary positions turn pairs of "
@@ -178,7 +180,7 @@ class _Sizes:
             return
         # DeepSeek-V3's router ranks groups by their best two experts, V2's by their best one.
         least = 1 if self._text.model_type == "deepseek_v2" else 2
-        valid = [n for n in _divisors(self._experts) if n == 1 or self._experts // n >= least]
+        valid = [n for n in divisors(self._experts) if n == 1 or self._experts // n >= least]
         if groups not in valid:
             self._refuse("n_group", f"{self._experts} experts do not divide into such groups; valid are {_list(valid)}")
         needed = -(-(chosen or 1) // (self._experts // groups))
@@ -186,10 +188,6 @@ class _Sizes:
             self._refuse(
                 "topk_group", f"it is the number of used groups out of {groups}; valid are {needed} to {groups}"
             )
-
-
-def _divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
 
 
 def _list(numbers: list[int]) -> str:

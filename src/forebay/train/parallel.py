@@ -172,11 +172,14 @@ def _shard_vocabulary(model: Any, mesh: Mesh, options: dict[str, Any]) -> None:
             fully_shard(module, mesh=mesh.data, **{**options, "reshard_after_forward": False})
 
 
+EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+"""Keys of Hugging Face configurations that have the number of experts, each in some families."""
+
+
 def experts_in(configuration: Any) -> int:
     """Experts of a MoE layer according to a Hugging Face configuration of any family; 0 for a dense model."""
     text = configuration.get_text_config()
-    names = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
-    return next((int(n) for name in names if (n := getattr(text, name, None))), 0)
+    return next((int(n) for name in EXPERT_COUNTS if (n := getattr(text, name, None))), 0)
 
 
 def experts_of(model: nn.Module) -> int:

@@ -15,6 +15,7 @@ import json
 import multiprocessing
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
@@ -386,9 +387,9 @@ def _run(jobs: Sequence[_Job], workers: int, tokenizer: Tokenizer) -> Iterable[N
             _write_shard(job, tokenizer)
             yield
         return
-    # A fork of a process with threads, such as those of CUDA and gloo, may hang. Ctrl-C ends the workers without a traceback.
+    # A fork of a process with threads, such as those of CUDA and gloo, may hang.
     spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, spawn, signal.signal, (signal.SIGINT, signal.SIG_DFL)) as pool:
+    with ProcessPoolExecutor(workers, spawn, _begin_worker) as pool:
         try:
             for future in as_completed([pool.submit(_work, job, tokenizer.name) for job in jobs]):
                 future.result()
@@ -401,6 +402,18 @@ def _run(jobs: Sequence[_Job], workers: int, tokenizer: Tokenizer) -> Iterable[N
             ) from error
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _begin_worker() -> None:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C ends it without a traceback
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+
+
+def _end_with_parent() -> None:
+    """End this process when its parent is gone. A pool's processes hold both ends of their queues, and would wait for ever."""
+    if (parent := multiprocessing.parent_process()) is not None:
+        parent.join()
+    os._exit(1)
 
 
 def _work(job: _Job, name: str) -> None:

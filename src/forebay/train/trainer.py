@@ -33,7 +33,7 @@ from forebay.train import hf_io, parallel
 from forebay.train.allocator_settings import expandable_segments
 from forebay.train.capacity_retry import CapacityRetries
 from forebay.train.cuda_graph import CudaGraphStep
-from forebay.train.data import IGNORE, Batch, Mixture, load_mixture
+from forebay.train.data import IGNORE, Batch, load_mixture
 from forebay.train.distributed import Mesh, on_all
 from forebay.train.engines import EngineParts, LocalGradients, PipelinedGradients, keep_stages, plan_of
 from forebay.train.fast_path import fast_path_of
@@ -109,9 +109,11 @@ class Trainer:
             torch.set_num_threads(config.device.threads)
         _check_batch_memory(config, mesh)
         tokenizer = load_tokenizer(config.data.tokenizer)
-        hf_io.check_vocabulary(hf_io.configuration(config.model, tokenizer.vocabulary), tokenizer.vocabulary)
+        declared = hf_io.configuration(config.model, tokenizer.vocabulary)
+        hf_io.check_vocabulary(declared, tokenizer.vocabulary)
+        _check_same("another model", partial(hf_io.identity, config.model, declared), mesh)
         self.corpus = load_mixture(config.data, tokenizer)
-        _check_same_data(self.corpus, mesh)
+        _check_same("other data", lambda: (self.corpus.identity, self.corpus.description), mesh)
         self._batches, self._held_out = self.corpus.batches(config.data, config.train, mesh.batch)
         self._ahead: tuple[int, tuple[Batch, list[Microbatch]]] | None = None  # a step's number, and its batch
         seed_all(config.train.seed)
@@ -507,16 +509,19 @@ class Trainer:
         return list(zip(*parts, strict=True))
 
 
-def _check_same_data(corpus: Mixture, mesh: Mesh) -> None:
-    """Raise `UsageError` on all processes if one has other tokens, as from a file of its machine: a batch would be of both."""
+def _check_same(what: str, own: Callable[[], tuple[str, str]], mesh: Mesh) -> None:
+    """Raise `UsageError` on all processes if one has another model or other tokens, as from a file of its machine.
+
+    Args:
+        own: returns what has to be equal, and a description of it.
+    """
     if mesh.size == 1:
         return
-    own = corpus.identity, corpus.description
-    first, *others = on_all(lambda: own)
+    first, *others = on_all(own)
     for rank, other in enumerate(others, 1):
         if other[0] != first[0]:
             raise UsageError(
-                f"process {rank} has other data ({other[1]}) than process 0 ({first[1]}); all processes need the same files"
+                f"process {rank} has {what} ({other[1]}) than process 0 ({first[1]}); all processes need the same files"
             )
 
 

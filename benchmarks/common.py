@@ -193,6 +193,13 @@ def queued_ms(step: Callable[[], Any], steps: int, pause_cycles: int) -> list[fl
     return median_ms(step, steps)[1]
 
 
+def environment_of_rank(rank: int, world: int, port: int) -> dict[str, str]:
+    """What torchrun sets for a process of one node; nothing for a single one."""
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
+    named = {name: str(number) for name, number in numbers.items()}
+    return {**named, "MASTER_ADDR": "127.0.0.1"} if world > 1 else {}
+
+
 @contextmanager
 def ranks(**options: Any) -> Iterator[torch.device]:
     """This process as a rank of torchrun with NCCL, on its own GPU. `options` are those of `init_process_group`."""

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import GIB, results_folder, write
+from common import GIB, environment_of_rank, results_folder, write
 from planner_blind import entries_of
 from planner_measure import MOST, graph_bytes, settled
 
@@ -110,9 +110,7 @@ def figures(run: str, graph: bool, gpus: int, packing: str) -> dict[str, Any]:
 
 def arm(run: str, graph: bool, rank: int, gpus: int, packing: str) -> dict[str, Any]:
     """The figures of this process of an arm."""
-    if gpus > 1:
-        names = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": gpus, "LOCAL_WORLD_SIZE": gpus, "MASTER_PORT": PORT}
-        os.environ |= {**{name: str(value) for name, value in names.items()}, "MASTER_ADDR": "127.0.0.1"}
+    os.environ |= environment_of_rank(rank, gpus, PORT)
     name, sections = sections_of(run, graph, gpus, packing)
     settings = from_mapping(sections, origin=name)
     with Mesh.open(settings) as mesh, Trainer(settings, mesh) as trainer:

@@ -49,7 +49,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common import balanced_ids, by_host, force_routing, outside, popular_ids, popularity_of
+from common import balanced_ids, by_host, environment_of_rank, force_routing, outside, popular_ids, popularity_of
 from planner_grid import Entry
 
 from forebay.config import Config, from_mapping
@@ -134,27 +134,14 @@ class Group:
         self.entry, self.began, self.reserved = entry, time.monotonic(), reserved
         usual = COMPILING if entry.sections["memory"].get("compile") else SECONDS
         self.limit = seconds if seconds is not None else usual
+        visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, self.gpus))}
         for rank, process in enumerate(self.processes):
-            line = json.dumps(asdict(Job(entry, self._environment(rank, port), reserved))) + "\n"
+            named = {**visible, **environment_of_rank(rank, len(self.gpus), port)}
+            line = json.dumps(asdict(Job(entry, named, reserved))) + "\n"
             assert process.stdin is not None
             with contextlib.suppress(BrokenPipeError):  # the process is gone; `answer` reports it
                 process.stdin.write(line)
                 process.stdin.flush()
-
-    def _environment(self, rank: int, port: int) -> dict[str, str]:
-        """What torchrun sets, and the GPUs."""
-        visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, self.gpus))}
-        world = str(len(self.gpus))
-        if world == "1":
-            return visible
-        return visible | {
-            "RANK": str(rank),
-            "WORLD_SIZE": world,
-            "LOCAL_RANK": str(rank),
-            "LOCAL_WORLD_SIZE": world,
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-        }
 
     def answer(self) -> dict[str, Any] | None:
         """The row of the current run, once there is one; its processes have ended then."""

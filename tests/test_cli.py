@@ -5,7 +5,6 @@ Each case of bad input is run as a person would run it. What each part says in d
 
 import json
 import os
-import resource
 import signal
 import subprocess
 import sys
@@ -33,7 +32,7 @@ from forebay.train.world import tasks_apart
 from tests.conftest import Run
 from tests.helpers import toml_table
 from tests.ranks import start
-from tests.train.common import MODEL, word_tokenizer
+from tests.train.common import MODEL, small_files, word_tokenizer
 
 pytestmark = pytest.mark.usefixtures("shared_traces")
 CONFIG = """
@@ -485,9 +484,8 @@ def test_ctrl_c_in_a_step(run: Run, config: str, tmp_path: Path) -> None:
 
 
 def with_small_files(limit: int, arguments: list[str]) -> int:
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
-    return cli.main(arguments)
+    with small_files(limit):
+        return cli.main(arguments)
 
 
 def test_a_disk_that_is_full_at_a_checkpoint(run: Run, config: str, tmp_path: Path) -> None:

@@ -5,6 +5,8 @@ import io
 import json
 import os
 import random
+import resource
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -325,3 +327,15 @@ class Job:
     def kill(self) -> None:
         for process in self.running:
             process.kill()
+
+
+@contextmanager
+def small_files(limit: int) -> Iterator[None]:
+    """Context in which this process cannot write larger files: a real short write."""
+    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)

@@ -4,9 +4,6 @@ import io
 import json
 import random
 import resource
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +21,7 @@ from forebay.train.distributed import ALONE, Mesh
 from forebay.train.loop import train
 from forebay.train.trainer import Trainer
 from tests.ranks import run_ranks
-from tests.train.common import MODEL, WIDE, config, digests, write_text
+from tests.train.common import MODEL, WIDE, config, digests, small_files, write_text
 
 
 def layers_of(folder: str, layers: int, **parallel: Any) -> Any:
@@ -85,18 +82,6 @@ def test_another_model_is_named_by_every_pipeline_rank(tmp_path: Path) -> None:
     more, fewer = results[0]
     assert "another model: it has no model.layers.4." in more
     assert "another model: this one has no model.layers.3." in fewer
-
-
-@contextmanager
-def small_files(limit: int) -> Iterator[None]:
-    """Context in which this process cannot write larger files: a real short write."""
-    before, handler = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-        signal.signal(signal.SIGXFSZ, handler)
 
 
 def failing(rank: int, world: int, folder: str) -> list[str]:

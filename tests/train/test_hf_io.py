@@ -1,7 +1,6 @@
 """Hugging Face folders in and out: exact, or refused with the tensor's name."""
 
 import json
-import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +15,7 @@ from forebay.config import Config, Model
 from forebay.errors import ForebayError, RunError, UsageError
 from forebay.train import hf_io
 from forebay.train.durable import FolderLock
-from tests.train.common import CPU, word_tokenizer
+from tests.train.common import CPU, small_files, word_tokenizer
 
 IDS = torch.arange(12).reshape(2, 6)
 
@@ -137,13 +136,8 @@ def test_an_export_generates_as_its_source_and_with_a_cache(folder: Path, tmp_pa
 
 def test_a_full_disk_at_an_export(tmp_path: Path, tiny: Callable[..., Config]) -> None:
     model = hf_io.build(tiny().model, 257, CPU)
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
-    try:
-        with pytest.raises(RunError, match=r"the model cannot be written to .*out: .*File too large"):
-            hf_io.save(model, tmp_path / "out")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    with small_files(4096), pytest.raises(RunError, match=r"the model cannot be written to .*out: .*File too large"):
+        hf_io.save(model, tmp_path / "out")
     assert not list(tmp_path.glob("*out*")) + list(tmp_path.glob(".*out*"))
 
 

@@ -4,7 +4,7 @@
 `forebay.config.fast_path` gives the keys that are "auto" their values.
 """
 
-from forebay.config.checks import check_experts, check_world, divisors, split_replicas
+from forebay.config.checks import check_experts, check_world, divisors, listed, split_replicas
 from forebay.config.fast_path import Facts, FastPath, is_open, resolve, shares_weights, why_called
 from forebay.config.loading import apply_override, build_section, from_mapping, load, presets
 from forebay.config.sections import (
@@ -47,6 +47,7 @@ __all__ = [
     "from_mapping",
     "is_open",
     "key",
+    "listed",
     "load",
     "parse_duration",
     "presets",

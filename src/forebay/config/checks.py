@@ -52,7 +52,7 @@ def split_replicas(c: Config, size: int, per_node: int) -> str:
     return (
         f"parallel.replicate = {c.parallel.replicate} makes replicas of {replica} processes, which are parts of nodes of "
         f"{per_node}: what a replica gathers and what replicas add up both cross the network; "
-        f"parallel.replicate of {_listed(better)} does not split nodes"
+        f"parallel.replicate of {listed(better)} does not split nodes"
     )
 
 
@@ -62,7 +62,7 @@ def check_experts(ep: int, experts: int) -> None:
         raise UsageError(f"parallel.ep = {ep}, but this model has no experts; valid is 1")
     if experts % ep:
         raise UsageError(
-            f"parallel.ep = {ep} does not divide the model's {experts} experts; valid are {_listed(divisors(experts))}"
+            f"parallel.ep = {ep} does not divide the model's {experts} experts; valid are {listed(divisors(experts))}"
         )
 
 
@@ -302,15 +302,15 @@ def _world_mistakes(c: Config, size: int) -> Iterator[str]:
             f"or {c.processes} processes"
         )
     if size % replicate:
-        yield f"parallel.replicate = {replicate} does not divide the {size} processes; valid are {_listed(divisors(size))}"
+        yield f"parallel.replicate = {replicate} does not divide the {size} processes; valid are {listed(divisors(size))}"
     replica = size // replicate
     whose = f"{size} processes" if replicate == 1 else f"{replica} processes of a replica ({size} / {replicate})"
     if replica % pp:
-        yield f"parallel.pp = {pp} does not divide the {whose}; valid are {_listed(divisors(replica))}"
+        yield f"parallel.pp = {pp} does not divide the {whose}; valid are {listed(divisors(replica))}"
     stage = replica // pp
     if stage % ep:
         whose = whose if pp == 1 else f"{stage} processes of a pipeline stage ({replica} / {pp})"
-        yield f"parallel.ep = {ep} does not divide the {whose}; valid are {_listed(divisors(stage))}"
+        yield f"parallel.ep = {ep} does not divide the {whose}; valid are {listed(divisors(stage))}"
     sharing = size // pp
     batch, microbatch = c.train.batch, c.train.microbatch
     if batch % sharing:
@@ -321,7 +321,7 @@ def _world_mistakes(c: Config, size: int) -> Iterator[str]:
     if microbatch and batch % (microbatch * sharing):
         yield (
             f"train.batch = {batch} is no multiple of train.microbatch = {microbatch} on each of the {sharing} processes that "
-            f"share the batch; valid here for train.microbatch are {_listed(divisors(batch // sharing))}"
+            f"share the batch; valid here for train.microbatch are {listed(divisors(batch // sharing))}"
         )
     most, whose = (_MOST_OF_PIPELINE, "pipeline") if pp > 1 else (_MOST_MICROBATCHES, "process")
     if (given := c.microbatches(sharing)) > most:
@@ -381,5 +381,6 @@ def divisors(number: int) -> list[int]:
     return sorted({*smaller, *(number // n for n in smaller)})
 
 
-def _listed(numbers: Iterable[int]) -> str:
-    return ", ".join(map(str, numbers))
+def listed(numbers: Iterable[int]) -> str:
+    """As messages name them."""
+    return ", ".join(map(str, numbers)) or "none"

@@ -114,8 +114,9 @@ def head_events(forward: Log, backward: Log, named: PartEvents, normed: int, nor
     b = [*_in_order(backward[:back]), *_compiled_backward(n_backward, norm, made, kept)]
     there = {n for n, size in (*f, *b) if size}  # the log also frees what the norm does not materialize
     f, b = ([(n, size) for n, size in events if n < 0 or n in there] for events in (f, b))
-    from_x = {named.x} if any(n in made and n not in kept for n in named.saved) else set[int]()  # it is computed again
-    return _finished(f, b, [], [], replace(named, saved=(*named.saved, *from_x.difference(named.saved))))
+    from_x = any(n in made and n not in kept for n in named.saved)  # the norm computes again
+    saved = dict.fromkeys((*named.saved, named.x)) if from_x else named.saved
+    return _finished(f, b, [], [], replace(named, saved=tuple(saved)))
 
 
 def _second_run(log: Log, named: PartEvents) -> list[AllocEvent]:

@@ -85,9 +85,9 @@ class OffloadManager:
         self._late: list[PartRun] = []  # their inputs leave at the next event
         self._released_at: dict[tuple[str, Key], list[Key]] = {}
 
-    def ends_measuring(self) -> bool:
-        """Whether the last measured step for `policy = "auto"` is over now; called at the end of the trainer's step and before
-        each of the manager's."""
+    def end_measuring(self) -> bool:
+        """Stop to measure for `policy = "auto"` if enough steps were; returns whether that is now. Called at the end of the
+        trainer's step and before each of the manager's."""
         over = self.measures and self._steps >= MEASURED_STEPS
         self.measures = self.measures and not over
         return over

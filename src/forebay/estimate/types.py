@@ -21,9 +21,8 @@ class Mark(IntEnum):
     """A place in a log or among events."""
 
     ALL_TO_ALL_BEGIN, ALL_TO_ALL_END = 0, 1  # before and after an operation of the token dispatcher
-    MATMUL = (
-        2  # before each matrix product of a log; in events after the first one's result: it takes cuBLAS's workspace
-    )
+    # Before each matrix product of a log. In events, only after the result of a part's first one, which takes cuBLAS's workspace.
+    MATMUL = 2
     # After the last norm, where the base model's own forward returns, and before its backward.
     FINAL_NORM_END, FINAL_NORM_BACKWARD = 3, 7
     PAGES = 4  # where pages are taken (forward) or read (backward); see `forebay.estimate.parts`

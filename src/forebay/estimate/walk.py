@@ -184,11 +184,12 @@ class StepWalk:
         self._arrived: dict[tuple[str, int, int], Block] = {}
         self._sent: list[Block] = []
         self._token_grads: list[Block] = []
-        # Of the forward that runs: see `Part.given` (none in an engine); the first layer's input, masks and what else the base
-        # model's frame holds until all layers have run.
+        # Of the forward that runs, for `Part.given` (none in an engine).
         self._given: list[Block] = []
+        # What the base model's frame holds until all layers have run, such as masks and the first layer's input.
         self._model_inputs: list[Block] = []
-        self._layer_inputs: list[Block] = []  # what a caller holds until a layer returns, or the front of an engine's
+        # What a layer's caller holds until it returns, in an engine until its front does.
+        self._layer_inputs: list[Block] = []
         # Deferred weight gradients of split backwards: transient bytes of making each, and the tensors that they wait with.
         self._deferred: dict[tuple[int, int], list[tuple[list[int], list[Block]]]] = {}
         self._paged = memory.arena is not None
@@ -290,7 +291,7 @@ class StepWalk:
         self._manager.begin_step(self._last == 0)
 
     def _plan_if_measured(self) -> None:
-        if self._manager.ends_measuring():
+        if self._manager.end_measuring():
             self._allocator.empty_cache()  # before plans are tried
 
     @staticmethod

@@ -11,7 +11,7 @@ import inspect
 import textwrap
 from typing import Any
 
-from forebay.config import divisors
+from forebay.config import divisors, listed
 from forebay.errors import UsageError, nearest
 from forebay.train.parallel import EXPERT_COUNTS, experts_in
 
@@ -127,7 +127,7 @@ class _Sizes:
         elif heads % groups:
             self._refuse(
                 "num_key_value_heads",
-                f"num_attention_heads = {heads} is no multiple of it; valid are {_list(divisors(heads))}",
+                f"num_attention_heads = {heads} is no multiple of it; valid are {listed(divisors(heads))}",
             )
 
     def _check_head_size(self, heads: int, groups: int | None) -> None:
@@ -138,7 +138,7 @@ class _Sizes:
         valid = [n for n in even if groups is None or n % groups == 0] or even
         self._refuse(
             "num_attention_heads",
-            f"hidden_size = {hidden} is no multiple of it; valid are {_list(valid)}, or set head_dim where the family has it",
+            f"hidden_size = {hidden} is no multiple of it; valid are {listed(valid)}, or set head_dim where the family has it",
         )
 
     @property
@@ -168,7 +168,7 @@ class _Sizes:
             self._refuse(
                 "num_attention_heads",
                 f"a head has hidden_size / num_attention_heads = {hidden // heads} numbers, and rotary positions turn pairs of "
-                f"them; valid are {_list(valid)}",
+                f"them; valid are {listed(valid)}",
             )
 
     def _check_experts(self) -> None:
@@ -182,16 +182,14 @@ class _Sizes:
         least = 1 if self._text.model_type == "deepseek_v2" else 2
         valid = [n for n in divisors(self._experts) if n == 1 or self._experts // n >= least]
         if groups not in valid:
-            self._refuse("n_group", f"{self._experts} experts do not divide into such groups; valid are {_list(valid)}")
+            self._refuse(
+                "n_group", f"{self._experts} experts do not divide into such groups; valid are {listed(valid)}"
+            )
         needed = -(-(chosen or 1) // (self._experts // groups))
         if taken is not None and not needed <= taken <= groups:
             self._refuse(
                 "topk_group", f"it is the number of used groups out of {groups}; valid are {needed} to {groups}"
             )
-
-
-def _list(numbers: list[int]) -> str:
-    return ", ".join(map(str, numbers)) or "none"
 
 
 def check_documents_apart(model: Any) -> None:

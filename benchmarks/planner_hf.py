@@ -1,0 +1,312 @@
+"""A blind test of `forebay plan --trainer hf`: runs of transformers' `Trainer`, as it is and with `forebay.manage`, on one GPU each.
+
+    python benchmarks/planner_hf.py draw benchmarks/results/planner_hf_1.json --seed 1    # plans, without a GPU; commit them
+    python benchmarks/planner_hf.py run benchmarks/results/planner_hf_1.json              # on GPUs; needs accelerate and peft
+    python benchmarks/planner_hf.py show benchmarks/results/planner_hf_1.json
+
+A seed draws a published model with fewer layers and experts, the Trainer's arguments, and arguments of `forebay.manage`. `run` trains a few
+steps of each on random weights and tokens: a process for each arm, and all have imported their modules before the first begins.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import deque
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from common import GIB, environment, markdown, results_folder
+from planner import percent
+from planner_measure import Memory, failure
+
+import forebay
+from forebay.config import Config, apply_override, from_mapping
+from forebay.errors import UsageError
+from forebay.estimate.device import DEFAULT, load
+from forebay.estimate.hf_trainer import plan_trainer, read_arguments
+from forebay.estimate.plan import bare_model
+from forebay.models.catalog import PUBLISHED
+from forebay.train import hf_io
+
+ARMS = {"as it is": "as_it_is", "Forebay": "with_forebay"}
+STEPS, WARM = 7, 3
+LEAST, MOST, PARAMETERS = 4 * GIB, 120 * GIB, 4.5e9
+_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
+
+
+@dataclass(frozen=True)
+class Run:
+    """Arguments of `forebay plan SOURCE --trainer hf`: texts for ``--hf`` and ``--set``."""
+
+    name: str
+    source: str
+    hf: tuple[str, ...]
+    overrides: tuple[str, ...]
+
+    def configuration(self) -> Config:
+        raw: dict[str, Any] = {"model": bare_model(self.source), "memory": {"compile": True}}
+        for override in self.overrides:
+            apply_override(raw, override)
+        return from_mapping(raw)
+
+
+# --- draw ---------------------------------------------------------------------------------------------------------------
+
+
+def drawn(rng: random.Random, number: int) -> Run:
+    source = rng.choice(sorted(PUBLISHED))
+    config = PUBLISHED[source].config
+    key = next(k for k in _EXPERTS if k in config)
+    experts = rng.choice([n for n in (8, 16, 32, 64, 128) if n <= config[key]])
+    layers, lora = rng.randint(1, 8), rng.random() < 0.3
+    hf = {
+        "per_device_train_batch_size": rng.choice((1, 1, 2, 4, 8)),
+        "gradient_accumulation_steps": rng.choice((1, 1, 2, 3)),
+        "max_length": 64 * rng.randint(8, 96),
+        "bf16": rng.choice(("true", "true", "false")),
+        "dtype": "bfloat16",
+        "gradient_checkpointing": rng.choice(("true", "false")),
+        "optim": rng.choice(("adamw_torch_fused", "adamw_torch_fused", "adamw_torch")),
+        "max_grad_norm": rng.choice((1.0, 1.0, 0.0)),
+    }
+    if lora:
+        hf |= {"lora_r": rng.choice((8, 16, 64)), "lora_target_modules": "q_proj,v_proj"}
+    memory = {
+        "policy": rng.choice(("keep", "keep", "recompute", "offload")),
+        "compile": rng.choice(("true", "true", "false")),
+    }
+    overrides = [f"model.config.num_hidden_layers={layers}", f"model.config.{key}={experts}"]
+    if isinstance(config.get("n_group"), int):
+        overrides += ["model.config.n_group=1", "model.config.topk_group=1"]
+    overrides += [f"memory.{name}={value}" for name, value in memory.items()]
+    words = "lora" if lora else "checkpointed" if hf["gradient_checkpointing"] == "true" else "kept"
+    name = f"{number:02}-{source}-{layers}L-{hf['per_device_train_batch_size']}x{hf['max_length']}-{words}"
+    return Run(name, source, tuple(f"{k}={v}" for k, v in hf.items()), tuple(overrides))
+
+
+def planned(run: Run) -> dict[str, dict[str, Any]]:
+    """By arm: parameters, bytes reserved and allocated, and seconds of a step."""
+    both = plan_trainer(run.source, run.hf, run.overrides, 1, None, load(DEFAULT)).as_dict()
+    plans = {}
+    for arm, key in ARMS.items():
+        fit = both[key]
+        (rank,) = fit["ranks"]
+        plans[arm] = {
+            "parameters": fit["parameters"],
+            "reserved": rank["total"] - rank["other"],
+            "allocated": rank["total"] - rank["other"] - rank["cached"],
+            "seconds": fit["step"]["seconds"],
+        }
+    return plans
+
+
+def draw(file: Path, seed: int, number: int) -> None:
+    rng, runs, vain = random.Random(seed), list[dict[str, Any]](), list[str]()
+    while len(runs) < number:
+        run = drawn(rng, len(runs))
+        try:
+            plans = planned(run)
+        except UsageError as error:
+            vain.append(f"{run.name}: {error}")
+            continue
+        sizes = [plan["reserved"] for plan in plans.values()]
+        if min(sizes) < LEAST or max(sizes) > MOST or plans["Forebay"]["parameters"] > PARAMETERS:
+            vain.append(f"{run.name}: too small or too large")
+            continue
+        runs.append(asdict(run) | {"planned": plans})
+        print(run.name, {arm: f"{p['reserved'] / GIB:.2f} GiB" for arm, p in plans.items()}, flush=True)
+    content = {"seed": seed, "drawn in vain": vain, "environment": environment(), "runs": runs}
+    file.write_text(json.dumps(content, indent=1) + "\n")
+
+
+# --- run ----------------------------------------------------------------------------------------------------------------
+
+
+def measured(run: Run, arm: str) -> dict[str, Any]:
+    """Peaks of the whole life of a Trainer, and its times."""
+    from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
+
+    gpu = torch.cuda.is_available()
+    memory = Memory() if gpu else None
+    given, config = read_arguments(run.hf), run.configuration()
+    declared, times = hf_io.configuration(config.model, 0), list[float]()
+    with torch.device("cuda" if gpu else "cpu"):
+        attention = {"attn_implementation": given.attn_implementation} if given.attn_implementation else {}
+        model = AutoModelForCausalLM.from_config(declared, dtype=getattr(torch, given.dtype), **attention)
+    if given.lora_r:
+        import peft
+
+        adapters = peft.LoraConfig(
+            r=given.lora_r, target_modules=list(given.lora_target_modules), task_type="CAUSAL_LM"
+        )
+        model = peft.get_peft_model(model, adapters)
+    ours = arm == "Forebay"
+    if ours:
+        chosen = config.memory
+        managed = forebay.manage(model, chosen.policy, compile=chosen.compile and gpu, offload=chosen.offload)
+
+    class Times(TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            if gpu:
+                torch.cuda.synchronize()
+            times.append(time.perf_counter())
+
+    sequences = given.per_device_train_batch_size * given.gradient_accumulation_steps * STEPS
+    tokens = torch.randint(declared.vocab_size, (sequences, given.max_length))
+    arguments = TrainingArguments(
+        tempfile.mkdtemp(), max_steps=STEPS, report_to="none", save_strategy="no", logging_strategy="no",
+        disable_tqdm=True, bf16=given.bf16, optim=given.optim, max_grad_norm=given.max_grad_norm, use_cpu=not gpu,
+        per_device_train_batch_size=given.per_device_train_batch_size,
+        gradient_accumulation_steps=given.gradient_accumulation_steps,
+        gradient_checkpointing=given.gradient_checkpointing and not ours,
+    )  # fmt: skip
+    data = [{"input_ids": row, "labels": row} for row in tokens]
+    Trainer(model, arguments, train_dataset=data, callbacks=[Times()]).train()
+    seconds = [after - before for before, after in zip(times, times[1:], strict=False)][WARM - 1 :]
+    row: dict[str, Any] = {"seconds": seconds, "parameters": sum(p.numel() for p in model.parameters())}
+    if ours:
+        row["report"] = {"planned": managed.report().planned_bytes, "moved": managed.report().moved_bytes}
+    if memory is not None:
+        allocated, reserved = memory.saw()
+        row |= {"allocated": allocated, "reserved": reserved, "outside": memory.outside(), **memory.counts()}
+    return row
+
+
+def worker() -> None:
+    """Wait for a run, an arm and a GPU on standard input, and print the row."""
+    import accelerate  # noqa: F401
+    import peft  # noqa: F401
+    import transformers.trainer  # noqa: F401
+
+    print("ready", flush=True)
+    if line := sys.stdin.readline():
+        job = json.loads(line)
+        os.environ["CUDA_VISIBLE_DEVICES"] = str(job["gpu"])
+        try:
+            row = measured(Run(**job["run"]), job["arm"])
+        except Exception as error:  # any error is this run's result
+            row = failure(error)
+        print("row " + json.dumps(row), flush=True)
+        os._exit(0)
+
+
+def run(file: Path, deadline: float) -> None:
+    """Run every arm of every run that has no row yet, one on each GPU at a time."""
+    out, ends = results_folder() / measured_of(file).name, time.monotonic() + deadline
+    rows = read(measured_of(file))
+    there = {(row["name"], row["arm"]) for row in rows}
+    given = [Run(**{k: v for k, v in r.items() if k != "planned"}) for r in json.loads(file.read_text())["runs"]]
+    todo = deque((r, arm) for r in given for arm in ARMS if (r.name, arm) not in there)
+    command = [sys.executable, __file__, "worker"]
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    waiting = [subprocess.Popen(command, **pipes) for _ in todo]
+    for process in waiting:
+        _line(process, "ready")
+    gpus = list(range(max(torch.cuda.device_count(), 1)))
+    busy: dict[int, tuple[subprocess.Popen[str], Run, str]] = {}
+    while (todo or busy) and time.monotonic() < ends:
+        for gpu in gpus:
+            if gpu in busy and busy[gpu][0].poll() is not None:
+                process, one, arm = busy.pop(gpu)
+                row = {"name": one.name, "arm": arm, **json.loads(_line(process, "row ") or '{"error": "it ended"}')}
+                with out.open("a") as rows_file:
+                    rows_file.write(json.dumps(row) + "\n")
+                print(one.name, arm, row.get("error", f"{row.get('reserved', 0) / GIB:.2f} GiB"), flush=True)
+            if gpu not in busy and todo:
+                one, arm = todo.popleft()
+                process = waiting.pop()
+                busy[gpu] = process, one, arm
+                assert process.stdin is not None
+                process.stdin.write(json.dumps({"run": asdict(one), "arm": arm, "gpu": gpu}) + "\n")
+                process.stdin.flush()
+        time.sleep(0.05)
+    for process in [*waiting, *(p for p, *_ in busy.values())]:
+        process.kill()
+        process.wait()
+    out.with_suffix(".environment.json").write_text(json.dumps(environment(), indent=1) + "\n")
+
+
+def _line(process: subprocess.Popen[str], prefix: str) -> str:
+    """The rest of the next line that begins with `prefix`; "" if there is none."""
+    assert process.stdout is not None
+    return next((line.removeprefix(prefix).strip() for line in process.stdout if line.startswith(prefix)), "")
+
+
+def measured_of(file: Path) -> Path:
+    return file.with_name(f"{file.stem}_measured.jsonl")
+
+
+def read(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+
+# --- show ---------------------------------------------------------------------------------------------------------------
+
+
+def show(file: Path) -> None:
+    plans = {run["name"]: run["planned"] for run in json.loads(file.read_text())["runs"]}
+    lines, ratios = list[dict[str, Any]](), dict[str, dict[str, float]]()
+    for row in read(measured_of(file)):
+        plan, line = plans[row["name"]][row["arm"]], {"run": row["name"], "arm": row["arm"]}
+        if "error" in row:
+            lines.append(line | {"error": row["error"][:80]})
+            continue
+        seconds = statistics.median(row["seconds"])
+        ratios.setdefault(row["name"], {})[row["arm"]] = seconds
+        for key, got, unit in (
+            ("reserved", row["reserved"], GIB),
+            ("allocated", row["allocated"], GIB),
+            ("seconds", seconds, 1),
+        ):
+            line |= {f"{key} planned": plan[key] / unit, key: got / unit, f"{key} %": percent(plan[key], got)}
+        lines.append(line)
+    print(markdown(lines))
+    for arm in ARMS:
+        for key in ("reserved %", "allocated %", "seconds %"):
+            errors = [line[key] for line in lines if line["arm"] == arm and key in line]
+            if errors:
+                mean = statistics.mean(map(abs, errors))
+                print(f"{arm}, {key}: {len(errors)} runs, mean {mean:.2f}, {min(errors):+.1f} to {max(errors):+.1f}")
+    both = {name: arms for name, arms in ratios.items() if len(arms) == len(ARMS)}
+    found = [arms["Forebay"] / arms["as it is"] for arms in both.values()]
+    said = [plans[name]["Forebay"]["seconds"] / plans[name]["as it is"]["seconds"] for name in both]
+    print(
+        "time with Forebay over that without:",
+        " ".join(f"{g:.2f}({s:.2f})" for g, s in zip(found, said, strict=True)),
+        "measured (planned)",
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("action", choices=("draw", "run", "show", "worker"))
+    parser.add_argument("file", type=Path, nargs="?")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--number", type=int, default=12)
+    parser.add_argument("--deadline", type=float, default=540, help="seconds after which runs are killed")
+    options = parser.parse_args()
+    if options.action == "worker":
+        return worker()
+    if options.file is None:
+        parser.error("FILE is missing: where the plans are, or shall be written")
+    if options.action == "draw":
+        draw(options.file, options.seed, options.number)
+    elif options.action == "run":
+        run(options.file, options.deadline)
+    else:
+        show(options.file)
+    return None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,11 +1,12 @@
-"""A blind test of `forebay plan --trainer hf`: runs of transformers' `Trainer`, as it is and with `forebay.manage`, on one GPU each.
+"""A blind test of `forebay plan --trainer hf`: transformers' `Trainer` as it is, and with `forebay.manage`, on one GPU.
 
     python benchmarks/planner_hf.py draw benchmarks/results/planner_hf_1.json --seed 1    # plans, without a GPU; commit them
     python benchmarks/planner_hf.py run benchmarks/results/planner_hf_1.json              # on GPUs; needs accelerate and peft
     python benchmarks/planner_hf.py show benchmarks/results/planner_hf_1.json
 
-A seed draws a published model with fewer layers and experts, the Trainer's arguments, and arguments of `forebay.manage`. `run` trains a few
-steps of each on random weights and tokens: a process for each arm, and all have imported their modules before the first begins.
+A seed draws a published model with fewer layers and experts, the Trainer's arguments, arguments of `forebay.manage`, and whether
+segments of torch's allocator grow. `run` trains a few steps of each on random weights and tokens: a process for each arm, and all
+have imported their modules before the first begins.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import tempfile
 import time
 from collections import deque
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +56,7 @@ class Run:
     overrides: tuple[str, ...]
 
     def configuration(self) -> Config:
-        raw: dict[str, Any] = {"model": bare_model(self.source), "memory": {"compile": True}}
+        raw = {"model": bare_model(self.source), "memory": {"compile": True}, "device": {"expandable_segments": False}}
         for override in self.overrides:
             apply_override(raw, override)
         return from_mapping(raw)
@@ -89,6 +91,7 @@ def drawn(rng: random.Random, number: int) -> Run:
     if isinstance(config.get("n_group"), int):
         overrides += ["model.config.n_group=1", "model.config.topk_group=1"]
     overrides += [f"memory.{name}={value}" for name, value in memory.items()]
+    overrides += ["device.expandable_segments=true"] * (rng.random() < 0.5)
     words = "lora" if lora else "checkpointed" if hf["gradient_checkpointing"] == "true" else "kept"
     name = f"{number:02}-{source}-{layers}L-{hf['per_device_train_batch_size']}x{hf['max_length']}-{words}"
     return Run(name, source, tuple(f"{k}={v}" for k, v in hf.items()), tuple(overrides))
@@ -172,7 +175,7 @@ def measured(run: Run, arm: str) -> dict[str, Any]:
     )  # fmt: skip
     data = [{"input_ids": row, "labels": row} for row in tokens]
     Trainer(model, arguments, train_dataset=data, callbacks=[Times()]).train()
-    seconds = [after - before for before, after in zip(times, times[1:], strict=False)][WARM - 1 :]
+    seconds = [after - before for before, after in pairwise(times)][WARM - 1 :]
     row: dict[str, Any] = {"seconds": seconds, "parameters": sum(p.numel() for p in model.parameters())}
     if ours:
         row["report"] = {"planned": managed.report().planned_bytes, "moved": managed.report().moved_bytes}
@@ -191,9 +194,12 @@ def worker() -> None:
     print("ready", flush=True)
     if line := sys.stdin.readline():
         job = json.loads(line)
+        one = Run(**job["run"])
         os.environ["CUDA_VISIBLE_DEVICES"] = str(job["gpu"])
+        grows = one.configuration().device.expandable_segments
+        os.environ["PYTORCH_ALLOC_CONF"] = f"expandable_segments:{grows}"  # read when CUDA starts
         try:
-            row = measured(Run(**job["run"]), job["arm"])
+            row = measured(one, job["arm"])
         except Exception as error:  # any error is this run's result
             row = failure(error)
         print("row " + json.dumps(row), flush=True)

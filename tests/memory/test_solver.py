@@ -205,6 +205,22 @@ def test_fit_never_waits_and_a_generous_budget_moves_nothing(seed: int) -> None:
     assert keep.planned_bytes == 0 and not keep.recompute
 
 
+def test_fit_leaves_what_would_leave_after_the_peak() -> None:
+    """Both items of region 0 would have left by the first backward, at 32 ms. The peak is in the last forward, from 20 ms on: by
+    then one has left."""
+    calls = tuple(CallFigures((f"r{i}", 0), (8 * MB, 8 * MB), 0.010) for i in range(3))
+    forwards = [
+        TimelineEvent("F", i, seconds, 0, rise * MB)
+        for i, (seconds, rise) in enumerate(((0.01, 16), (0.01, 16), (0.012, 50)))
+    ]
+    events = (*forwards, *(TimelineEvent("B", i, 0.02) for i in (2, 1, 0)))
+    timeline = Timeline(calls, events, 1e9, 1e9)
+    both = simulate(timeline, Assignment.of([(0, 0), (0, 1)]))
+    assert both.stall_seconds == 0 and both.peak_bytes == 82 * MB
+    fit = fit_link(timeline, frozenset({"r0"}))
+    assert (fit.planned_bytes, fit.peak_bytes) == (8 * MB, 74 * MB)
+
+
 @pytest.mark.parametrize("seed", first(4, range(10)))
 def test_a_margin_is_left_free_where_it_can_be(seed: int) -> None:
     chance = random.Random(seed)

@@ -34,6 +34,7 @@ Item = tuple[int, int]  # (index of a call, index of one of its items)
 _FEW = 1000  # placements of whole regions up to which all of them are simulated
 _RECOMPUTE_STEPS = 24  # parts of the regions that may be recomputed, the cheapest first
 _OFFLOAD_STEPS = 4  # parts of what the link carries without waits, and of the rest
+_FIT_STEPS = 16  # parts of what the link carries that `fit_link` simulates
 # Events simulated to improve the candidates, and to look between two of them: 0.15 s of one core each.
 _MAX_FRONT_EVENTS = 80_000
 _MAX_NEAR_EVENTS = 80_000
@@ -310,9 +311,14 @@ def carried_items(step: IndexedTimeline, items: Sequence[Item], recompute: froze
 
 
 def fit_link(timeline: Timeline, paths: frozenset[str]) -> Plan:
-    """Offload as much of the regions `paths` as the link carries without the compute stream waiting."""
+    """Offload of the regions `paths` what the link carries without the compute stream waiting, as far as that lowers the peak.
+
+    Copies that end after the peak, in the head, lower nothing. A call's memory is released when the last of its items has left.
+    """
     items = by_wait(timeline, paths)
-    return simulate(timeline, Assignment.of(items[: carried_items(IndexedTimeline(timeline), items)]))
+    carried = carried_items(IndexedTimeline(timeline), items)
+    plans = [simulate(timeline, Assignment.of(items[:count])) for count in _parts(carried, _FIT_STEPS)]
+    return min(reversed(plans), key=lambda plan: plan.peak_bytes)
 
 
 def offload_all(timeline: Timeline, paths: frozenset[str]) -> Plan:

@@ -215,8 +215,8 @@ def manage(
         loss: ``"fused"`` for the loss that never holds ``[tokens, vocabulary]`` and returns no logits, in training mode;
             ``"fused-always"`` in `eval()` as well, with an error for a model whose loss is not supported; None to leave the
             model's own.
-        offload: ``"fit"`` offloads as much as the link carries without stalling the GPU (where forwards and backwards alternate,
-            as in a pipeline, also without slowing it down); ``"all"`` everything placed so.
+        offload: ``"fit"`` offloads what the link carries without stalling the GPU (where forwards and backwards alternate, as in
+            a pipeline, also without slowing it down), as far as that lowers the peak; ``"all"`` everything placed so.
         recompute: how ``recompute`` treats a MoE sublayer: ``"light"`` repeats the experts' first product and no communication;
             ``"full"`` repeats the whole sublayer; ``"save-dispatch"`` does too, but keeps the result of dispatch.
         dispatcher: expert parallelism: the token dispatcher (see `forebay.moe.dispatch`), which stays the caller's. The experts

@@ -198,6 +198,15 @@ def test_weights_are_loaded_not_initialized() -> None:
     assert plan.managed.ranks[0].reserved < 2.2 * plan.managed.parameters
 
 
+def test_segments_that_grow_are_those_of_the_environment() -> None:
+    """The same bytes are in use, others are cached."""
+    grow = "device.expandable_segments=true"
+    fixed, growing = planned("max_length=512"), planned("max_length=512", overrides=(*SMALL, grow))
+    for one, other in ((fixed.plain, growing.plain), (fixed.managed, growing.managed)):
+        assert one.fullest.allocated == other.fullest.allocated and one.fullest.cached != other.fullest.cached
+    assert any(grow in note for note in fixed.notes) and not any(grow in note for note in growing.notes)
+
+
 def test_accumulation_under_fsdp_holds_whole_gradients() -> None:
     def gradients(*given: str) -> int:
         return planned("fsdp=true", "gradient_accumulation_steps=2", *given, world=4).plain.ranks[0].gradients

@@ -173,7 +173,7 @@ class Memory:
     compile: bool = key(False, "Compile the decoder layers.")
     offload: str = key(
         "fit",
-        "'fit' offloads as much as the link to the host carries without making the GPU wait, 'all' as much as possible.",
+        "'fit' offloads what the link to the host carries without making the GPU wait and lowers the peak, 'all' everything.",
         choices=("fit", "all"),
     )
     recompute: str = key(

@@ -331,7 +331,8 @@ def plan_trainer(
     Args:
         source: a published model, or a model's folder.
         given: see `read_arguments`.
-        overrides: ``memory.key=value`` texts, arguments of `forebay.manage`, and ``model.config.key=value`` texts.
+        overrides: ``memory.key=value`` texts, arguments of `forebay.manage`; ``model.config.key=value`` texts; and
+            ``device.expandable_segments=true`` for runs with ``PYTORCH_ALLOC_CONF=expandable_segments:True``.
 
     Raises:
         UsageError: what cannot be planned.
@@ -342,13 +343,13 @@ def plan_trainer(
             f"--trainer hf takes a published model or a model's folder, not the configuration {source!r}: its settings are "
             "--hf NAME=VALUE"
         )
-    raw: dict[str, Any] = {"model": model, "memory": memory}
+    raw: dict[str, Any] = {"model": model, "memory": memory, "device": {"expandable_segments": False}}
     memory["compile"] = True
     for override in overrides:
-        if not override.strip().startswith(("memory.", "model.config.")):
+        if not override.strip().startswith(("memory.", "model.config.", "device.expandable_segments")):
             raise UsageError(
-                f"--set {override!r} is for Forebay's trainer; with --trainer hf, valid are memory.KEY and model.config.KEY, "
-                "and --hf NAME=VALUE"
+                f"--set {override!r} is for Forebay's trainer; with --trainer hf, valid are memory.KEY, model.config.KEY, "
+                "device.expandable_segments, and --hf NAME=VALUE"
             )
         apply_override(raw, override)
     if "graph" in memory:
@@ -376,6 +377,7 @@ class _TrainerRun:
         loaded: dtype in which weights are loaded.
         sums_balance: the load-balancing loss is a part of the loss.
         compiled: Forebay compiles the decoder layers.
+        grows: segments of torch's allocator grow.
     """
 
     arguments: TrainerArguments
@@ -384,6 +386,7 @@ class _TrainerRun:
     loaded: str
     sums_balance: bool
     compiled: bool
+    grows: bool
 
     @staticmethod
     def of(a: TrainerArguments, raw: Mapping[str, Any], world: int) -> _TrainerRun:
@@ -396,7 +399,8 @@ class _TrainerRun:
             raise UsageError("fsdp needs several processes: give --gpus of at least 2")
         if a.fsdp and a.lora_r and not a.bf16:
             raise UsageError("LoRA under fsdp without bf16 is not counted by this plan; valid is --hf bf16=true")
-        declared = hf_io.configuration(from_mapping(raw).model, 0)
+        asked = from_mapping(raw)
+        declared = hf_io.configuration(asked.model, 0)
         if getattr(declared, "quantization_config", None) is not None:
             raise UsageError(
                 "quantized weights (quantization_config) are not counted by this plan; valid is a model without"
@@ -417,7 +421,7 @@ class _TrainerRun:
         attention = a.attn_implementation or ("eager" if declared.model_type in EAGER else "sdpa")
         model = {**raw["model"], "dtype": compute, "attention": attention}
         balance = bool(getattr(declared, "output_router_logits", False))
-        return _TrainerRun(a, model, world, loaded, balance, bool(raw["memory"]["compile"]))
+        return _TrainerRun(a, model, world, loaded, balance, asked.memory.compile, asked.device.expandable_segments)
 
     def config(self, memory: Mapping[str, Any], **model: Any) -> Config:
         """Forebay's configuration of the same steps, which the host launches."""
@@ -435,7 +439,7 @@ class _TrainerRun:
                 "train": train,
                 "memory": {**memory, "graph": False},
                 "optimizer": {"fused": a.optim == "adamw_torch_fused"},
-                "device": {"type": "cuda"},
+                "device": {"type": "cuda", "expandable_segments": self.grows},
             }
         )
 
@@ -502,6 +506,12 @@ class _TrainerRun:
         compiled = ", compile=True" * self.compiled
         notes.append(
             f"Forebay's row is forebay.manage(model{compiled}) before the Trainer is made; --set memory.KEY=VALUE changes it."
+        )
+        notes.append(
+            "Segments of torch's allocator grow, as with PYTORCH_ALLOC_CONF=expandable_segments:True."
+            if self.grows
+            else "With PYTORCH_ALLOC_CONF=expandable_segments:True a process mostly caches less: "
+            "--set device.expandable_segments=true counts that."
         )
         plain, ours = (100 * planning_error(self.world, compiled, ()) for compiled in (False, self.compiled))
         notes.append(

@@ -227,7 +227,7 @@ class RunEstimator:
             self.hidden * self.sharing.compute,
             graph=c.step.graph and self.sharing.gpu,
             fails=self.why_called != "",
-            expandable=c.device.expandable_segments and self.sharing.trainer and self.sharing.gpu,
+            expandable=c.device.expandable_segments and self.sharing.gpu,
             at_once=self._at_once(),
             tied=self.weights.tied,
             least=(_LEAST_PIPELINE if pipeline else _LEAST) if self.sharing.gpu else 1,

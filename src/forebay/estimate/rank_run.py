@@ -50,7 +50,7 @@ class RankRun:
             gradients of embedded tokens; else 0.
         hidden: bytes of a microbatch's hidden states.
         graph, fails: steps are to be captured in a CUDA graph, which fails: all are called.
-        expandable: the trainer has torch expand segments; on GPUs only.
+        expandable: segments of torch's allocator grow; on GPUs only.
         at_once: the engine adds the embedding's gradients as they are made.
         tied: embedding and head are one parameter.
         least: bytes below which nothing is offloaded.

@@ -147,8 +147,9 @@ class HostStore:
         `release`, which waits for that stream; later, nothing would.
         """
         with self._lock:
-            is_held = ticket.device_bytes is not None and ticket.device_bytes.data_ptr() == storage.data_ptr()
-            return self._note_current_stream(ticket) is None or is_held
+            if self._note_current_stream(ticket) is None:
+                return True
+            return ticket.device_bytes is not None and ticket.device_bytes.data_ptr() == storage.data_ptr()
 
     def _note_current_stream(self, ticket: Ticket) -> Any:
         """The current stream if it is not the ticket's: compute waits for it before it is given the ticket's memory."""

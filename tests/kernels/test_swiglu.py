@@ -288,6 +288,7 @@ def test_refusals() -> None:
         (lambda: swiglu_forward(h.bfloat16(), *rest, SWIGLU, saved=torch.zeros(4, 17).byte()), "I a multiple of 32"),
         (lambda: swiglu_forward(h, *rest, SWIGLU, saved=torch.zeros(4, 16)), r"contiguous uint8 \[4, 17\]"),
         (lambda: swiglu_backward(torch.zeros(4, 17).byte(), da, *rest, SWIGLU, over_h=True), "over_h needs a tensor"),
+        (lambda: swiglu_forward(h, *rest, SWIGLU, saved=torch.zeros(69).byte()[1:].view(4, 17)), "an even offset"),
         (lambda: Glu("gelu"), "activation"),
     ):
         with pytest.raises(ValueError, match=message):

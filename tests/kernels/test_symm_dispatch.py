@@ -241,6 +241,25 @@ def test_tensors_of_every_call_as_views(view: Callable[[Tensor], Tensor]) -> Non
     torch.testing.assert_close(round_trip(view, torch.int16), wanted, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("tokens", [0, 1])
+def test_a_single_row_of_wider_rows(tokens: int) -> None:
+    """It is contiguous, and its stride may be odd; so may that of no row."""
+    world = World(2, 1, 1, 16, torch.bfloat16)
+    x = [torch.randn(2, 21, device=DEVICE).bfloat16()[:tokens, :16] for _ in range(2)]
+    ids, w = ([torch.zeros(tokens, 1, device=DEVICE).to(dtype) for _ in x] for dtype in (torch.int64, torch.float32))
+    places, received = dispatched(world, x, ids, w, 2, 2)
+    rows = received[0][0][: 2 * tokens]
+    assert torch.equal(rows, torch.cat(x))
+    back = [
+        torch.randn(2, 21, device=DEVICE).bfloat16()[:2, :16].clone(),
+        torch.randn(1, 21, device=DEVICE).bfloat16()[:, :16],
+    ]
+    received[1] = (*received[1][:3], received[1][3][:1], received[1][4])
+    world.each(lambda b, r, p: push_rows(b, None, r[3], r[4], p), back, received)
+    sums = world.each(lambda b, r, at, p: sum_rows(b, None, r[4], at, None, p)[0], back, received, places)
+    assert torch.equal(torch.cat(sums), back[0][: 2 * tokens])
+
+
 def test_what_is_not_sent() -> None:
     layout = PeerLayout(2, 4, 2, 32)
     base, offsets = torch.zeros(layout.total, dtype=torch.uint8, device=DEVICE), torch.zeros(2).long().to(DEVICE)

@@ -10,14 +10,15 @@ class SimulatedEvent:
     """A CUDA event of a `SimulatedDevice`."""
 
     def __init__(self, device: SimulatedDevice) -> None:
-        self.device, self.at = device, -1.0
+        self.device, self.at, self.on = device, -1.0, -1
 
-    def record(self) -> None:
-        self.at = self.device.clock
+    def record(self, stream: int | None = None) -> None:
+        self.at, self.on = self.device.clock, self.device.current if stream is None else stream
 
     def synchronize(self) -> None: ...
 
     def elapsed_time(self, other: SimulatedEvent) -> float:
+        assert self.on == other.on, "CUDA refuses events of two devices"
         return other.at - self.at
 
 
@@ -26,6 +27,7 @@ class SimulatedDevice:
 
     Attributes:
         clock: milliseconds.
+        current: number of the current device. A stream is the number of its device.
         now, top: bytes that tensors take, and the peak since its last reset.
         rounding: bytes that the allocator gives beyond what is requested.
         waiting: bytes that are freed, but not for another stream.
@@ -33,9 +35,10 @@ class SimulatedDevice:
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.clock, self.now, self.top, self.rounding, self.waiting = 0.0, 0, 0, 0, 0
+        self.clock, self.current, self.now, self.top, self.rounding, self.waiting = 0.0, 0, 0, 0, 0, 0
         self.counts_requests = True
         monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: SimulatedEvent(self))
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: device.index)
         monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
         monkeypatch.setattr(torch.cuda, "memory_stats", lambda _: self.stats())
         monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _: self.now)

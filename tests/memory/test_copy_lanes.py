@@ -211,6 +211,21 @@ def test_bytes_made_on_another_stream(noted: Noted) -> None:
     ]  # fmt: skip
 
 
+def test_bytes_saved_again_on_another_stream(noted: Noted) -> None:
+    """`side` computes with them too, and is joined later than their memory is dropped."""
+    (ticket,) = noted.send(1)
+    storage = ticket.device_bytes.untyped_storage()
+    assert noted.store.may_stand_for(ticket, storage)
+    noted.current_stream_is(noted.side)
+    assert noted.store.may_stand_for(ticket, storage)
+    noted.notes.clear()
+    noted.store.release(ticket)
+    assert noted.notes[-1] == ("compute", "wait", "side"), "before the block is given to compute again"
+    assert not noted.store.may_stand_for(ticket, storage), "nothing would hold the block for `side`"
+    noted.current_stream_is(None)
+    assert noted.store.may_stand_for(ticket, storage), "compute is not given the block before it has used it"
+
+
 def test_nothing_waits_for_copies_that_the_host_has_waited_for(noted: Noted) -> None:
     """A ticket from before a capture that dies within it: a wait for its event would end the capture."""
     tickets = noted.send(2)

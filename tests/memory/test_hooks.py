@@ -96,6 +96,67 @@ def test_views_and_lazy_bits_come_back(block: Callable[[], nn.Module], count: in
     assert all(same(gradients(model, device, seed), truth[seed]) for seed in range(3))
 
 
+def test_a_storage_that_its_ticket_may_not_stand_for_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that another stream saves again: see `HostStore.may_stand_for`."""
+    truth = gradients(network())
+    model = network()
+    mem = manage(model, "offload")
+    asked: list[bool] = []
+    monkeypatch.setattr(mem.store, "may_stand_for", lambda ticket, storage: bool(asked.append(False)))
+    assert same(gradients(model), truth) and asked
+    assert mem.store.live_tickets == 0
+
+
+class Forked(nn.Module):
+    """Saves `h` twice: on the region's stream, and on a side stream that is late and joined after the last region."""
+
+    def __init__(self, side: torch.cuda.Stream, late: list[Tensor]):
+        super().__init__()
+        self.side, self.late = side, late
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x.exp()
+        self.side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.side):
+            torch.cuda._sleep(200_000_000)
+            self.late.append(h * h)
+        return x * 2
+
+
+class Poisons(nn.Module):
+    """Fills the memory that is free now with NaN."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        _held = [torch.full_like(x, float("nan")) for _ in range(4)]
+        return x + 1
+
+
+@pytest.mark.gpu
+def test_a_side_stream_is_joined_after_its_operands_are_offloaded() -> None:
+    side, late = torch.cuda.Stream(), list[Tensor]()
+    x = torch.randn(8 << 20, device="cuda", requires_grad=True)
+    model = nn.Sequential(Forked(side, late), Poisons(), Poisons())
+    mem = manage(model, {"0": "offload"}, "cuda", offload="all")
+    for _ in range(3):
+        y = model(x)
+        torch.cuda.current_stream().wait_stream(side)
+        (y.sum() + late.pop().sum()).backward()
+        assert x.grad is not None and torch.equal(x.grad, 2 * x.detach().exp() * x.detach().exp() + 2)
+        x.grad = None
+    assert mem.store.outbound.nbytes
+
+
+@pytest.mark.multi
+@pytest.mark.parametrize(("policy", "options"), [("offload", {"offload": "all"}), ("auto", {"budget": 1 << 30})])
+def test_a_model_on_another_device_than_the_current_one(policy: str, options: dict[str, Any]) -> None:
+    truth = [gradients(network("cuda:1"), "cuda:1", seed) for seed in range(8)]
+    model = network("cuda:1")
+    mem = manage(model, policy, "cuda:1", **options)
+    assert all(same(gradients(model, "cuda:1", seed), truth[seed]) for seed in range(8))
+    assert mem.plan is not None and torch.cuda.current_device() == 0
+    assert mem.report().wait_ms is not None
+
+
 @pytest.mark.parametrize("device", DEVICES)
 def test_several_forwards_before_their_backwards(device: str) -> None:
     def accumulate(model: nn.Module) -> list[Tensor]:

@@ -4,6 +4,7 @@ import gc
 import subprocess
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -473,6 +474,22 @@ def test_an_older_ticket_that_dies_in_a_capture_gives_back_after_it_and_once(pre
     pretend.capturing = False
     pretend.put(4)
     assert pretend.given == [2, 1, 3, 4] and whole(pretend.store)
+
+
+def test_host_pages_of_a_ticket_of_its_own_stay_until_a_capture_is_over(pretend: PretendCapture) -> None:
+    """A ticket of the first step, or of a repeated one, whose graph is dropped late. To free its memory waits for the device."""
+    store = pretend.store
+    store.device_budget = 0
+    with store.exactly():
+        ticket = pretend.put(3)
+    assert ticket._memory.host_block is not None
+    slab = weakref.ref(ticket._memory.host_block.slab)
+    pretend.capturing = True
+    del ticket
+    assert slab() is not None and store.live_tickets == 0
+    pretend.capturing = False
+    pretend.put(1)
+    assert slab() is None and pretend.given == [1]
 
 
 def test_what_waits_for_the_device_is_refused_in_a_capture(pretend: PretendCapture) -> None:

@@ -184,6 +184,19 @@ def test_an_eager_ticket_that_dies_in_a_capture_is_not_given_in_every_replay() -
     assert whole(store)
 
 
+def test_host_pages_are_not_freed_in_a_capture() -> None:
+    store = new_store((4, 0), GPU, "auto", device_budget=0)
+    with store.exactly():
+        eager = [put(store, (x := wide(4, GPU), 4))]
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = x + 1
+        eager.clear()
+    graph.replay()
+    assert torch.equal(y, x + 1)
+    store.end_step()
+
+
 def test_host_pages_are_freed_only_when_no_kernel_reads_them() -> None:
     store = new_store((0, 8), GPU, "auto")
     ticket = put(store, (x := wide(8, GPU), 8))

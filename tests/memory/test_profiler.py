@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from forebay.memory import profiler
 from forebay.memory.profiler import Profiler, SavedProfile
 
 T, H, INNER = 6, 8, 32  # tokens, hidden and inner size
@@ -245,3 +246,9 @@ def test_the_total_is_what_the_allocator_holds() -> None:
     profile = profile_model(model, loss)
     assert profile.allocator_bytes is not None and profile.allocator_bytes > 0
     assert profile.activation_bytes == pytest.approx(profile.allocator_bytes, rel=0.01)
+
+
+def test_the_allocator_of_another_device_than_the_current_one_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device=0: (5, 7)[device])
+    assert profiler._allocated() == 12

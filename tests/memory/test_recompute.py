@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import set_checkpoint_early_stop
 
 import forebay
@@ -128,3 +129,35 @@ def test_a_sublayer_that_dispatches_nothing_does_not_choose_what_it_keeps(monkey
             model(input_ids=ids, labels=ids).loss.backward()
         gradients.append([w.grad for w in model.parameters()])
     assert all(map(torch.equal, *gradients))
+
+
+@pytest.mark.parametrize("given", ["a keyword", "a list", "nothing"])
+def test_generators_are_restored_of_devices_that_no_positional_tensor_is_on(
+    given: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the arguments alone the checkpoint knows on which devices it has to. Fake tensors stand for a GPU's."""
+    devices: list[set[str]] = []
+
+    def noted(run: Callable[..., Any], *args: Any, **_: Any) -> Any:
+        devices.append({t.device.type for t in args if isinstance(t, Tensor)})
+        return run(*args)
+
+    monkeypatch.setattr("forebay.memory.recompute.checkpoint", noted)
+    with FakeTensorMode():
+        module, x = torch.nn.RMSNorm(4, device="cuda").requires_grad_(False), torch.empty(2, 4, device="cuda")
+
+        def forward(rows: Any = None, *, x: Tensor = x) -> Tensor:
+            return (x if rows is None else rows[0]) * module.weight
+
+        region = recomputed(forward, "full", lambda: (module,))
+        y = {"a keyword": lambda: region(x=x), "a list": lambda: region([x]), "nothing": region}[given]()
+        assert y.shape == (2, 4) and devices == [{"cuda"}]
+
+
+@pytest.mark.gpu
+def test_a_region_that_is_called_by_keyword_draws_the_same_numbers_again() -> None:
+    drop, x = torch.nn.Dropout(0.5), torch.randn(1000, device="cuda", requires_grad=True)
+    y = recomputed(lambda x: drop(x.exp()).square(), "full", lambda: (drop,))(x=x)
+    torch.cuda.manual_seed(1)
+    (grad,) = torch.autograd.grad(y.sum(), x)
+    torch.testing.assert_close(grad, 2 * y)

@@ -189,6 +189,15 @@ def test_the_peak_of_a_trial(device: SimulatedDevice, base: int | None, epilogue
     assert (found[0](), found[1]) == (7.0, peak)
 
 
+def test_a_trial_on_another_device_than_the_current_one(device: SimulatedDevice) -> None:
+    """Which one is current may also change between two steps."""
+    device.current = 1
+    recorder = trial(device, 1000)
+    device.current = 2
+    found = recorder.result()
+    assert found is not None and found[0]() == 7.0
+
+
 def test_of_the_last_event_no_more_counts_than_another_backward_rises(device: SimulatedDevice) -> None:
     recorder = TrialRecorder(GPU, RISING, KEEP, 0, Peaks())
     device.rises(80, 80)

@@ -7,8 +7,9 @@ import torch
 
 from forebay.memory.host_store import HostStore
 from forebay.memory.host_ticket import Ticket, TicketState
-from forebay.memory.step import RegionCall, Step, _due_back
+from forebay.memory.step import RegionCall, Step, Transfers, _due_back
 from tests.helpers import sent
+from tests.memory.devices import SimulatedDevice
 
 SIZE = 4096
 
@@ -50,3 +51,14 @@ def test_a_call_whose_graph_died_does_not_come_back() -> None:
     del calls[0]
     store.fetch(*_due_back(step, float("inf")))
     assert tickets[0][0].state is TicketState.ON_HOST and tickets[1][0].state is TicketState.RETURNING
+
+
+def test_marks_are_on_the_device_of_the_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model on cuda:1 where cuda:0 is the current device, as in a script without `torch.cuda.set_device`."""
+    device, store = SimulatedDevice(monkeypatch), HostStore(torch.device("cpu"))
+    monkeypatch.setattr(store.lanes, "compute_stream", lambda: 1)
+    transfers = Transfers(store)
+    transfers._gpu = True
+    of_forward = transfers.mark()
+    device.current, device.clock = 1, 3.0  # autograd's thread
+    assert of_forward.elapsed_time(transfers.mark()) == 3.0

@@ -372,7 +372,7 @@ def swiglu_forward(
         row_expert: [R] int32 or int64, the expert of each live row; needed with `bias`.
         saved: where h's live rows are also written, without the bias. Pages for rows of h (their `live` is offs[-1]; rows without
             a page are lost), or for compressed ones, of `encoded_width(2I)` bytes, or a contiguous tensor of those, uint8
-            [R, encoded_width(2I)]. See `compresses`.
+            [R, encoded_width(2I)], from an even offset. See `compresses`.
 
     Raises:
         ValueError: shapes or devices that do not fit, bias without row_expert, or compressed rows that `compresses` rules out.
@@ -581,10 +581,15 @@ def _check_saved(where: PageTable | Tensor, shape: Sequence[int], dtype: torch.d
                 f"pages for h {tuple(shape)} in {dtype} must be for {rows} rows of {row_bytes} bytes, or {small} in 8 bits, "
                 f"got {where.rows} of {where.row_bytes}"
             )
-    elif where.dtype is not torch.uint8 or where.shape != (rows, small) or not where.is_contiguous():
+    elif (
+        where.dtype is not torch.uint8
+        or where.shape != (rows, small)
+        or not where.is_contiguous()
+        or where.storage_offset() % 2  # pairs are words
+    ):
         raise ValueError(
-            f"compressed rows for h {tuple(shape)} must be contiguous uint8 {[rows, small]}, got {list(where.shape)} "
-            f"{where.dtype}, strides {where.stride()}"
+            f"compressed rows for h {tuple(shape)} must be contiguous uint8 {[rows, small]} from an even offset, got "
+            f"{list(where.shape)} {where.dtype}, strides {where.stride()}, offset {where.storage_offset()}"
         )
     compressed = _is_compressed(where, shape[1] // 2)
     if compressed and not compresses(dtype, shape[1] // 2):

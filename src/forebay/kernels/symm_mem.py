@@ -210,6 +210,8 @@ def aligned_rows(name: str, rows: Tensor, peers: PeerMemory) -> Tensor:
             f"{rows.device}"
         )
     rows = rows.contiguous()
+    if rows.shape[0] < 2:
+        rows = rows.view(-1).view(rows.shape)  # contiguous with any stride, which the view in words would refuse
     return rows.clone() if rows.data_ptr() % 16 else rows
 
 

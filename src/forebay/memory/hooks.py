@@ -520,6 +520,8 @@ class Manager:
             ticket = self._record_saved(call, storage, key, call.rounds and holds_rows(tensor))
         else:
             ticket = saved.ticket() if saved.ticket is not None else None
+            if ticket is not None and not self.store.may_stand_for(ticket, storage):
+                return SavedAlias(tensor)
             if ticket is not None and ticket.rounds and not (call.rounds and tensor.dtype is torch.bfloat16):
                 # Needed to the bit.
                 if ticket.state is not TicketState.UNSENT:

@@ -140,6 +140,24 @@ class HostStore:
     def _live(self) -> list[Ticket]:
         return [ticket for ref in self._tickets if (ticket := ref()) is not None]
 
+    def may_stand_for(self, ticket: Ticket, storage: torch.UntypedStorage) -> bool:
+        """Whether the ticket of a storage that is saved once more, on the current stream, can be that one's ticket too.
+
+        Another stream than the ticket's may still compute with the storage when the caller drops it. The ticket holds it until
+        `release`, which waits for that stream; later, nothing would.
+        """
+        with self._lock:
+            if self._note_current_stream(ticket) is None:
+                return True
+            return ticket.device_bytes is not None and ticket.device_bytes.data_ptr() == storage.data_ptr()
+
+    def _note_current_stream(self, ticket: Ticket) -> Any:
+        """The current stream if it is not the ticket's: compute waits for it before it is given the ticket's memory."""
+        other = self.lanes.other_stream(ticket.compute)
+        if other is not None and other not in ticket.others:
+            ticket.others = (*ticket.others, other)
+        return other
+
     @_locked
     def send(self, tickets: Sequence[Ticket]) -> None:
         """Enqueue the copies out of the tickets that are unsent. A closed store sends nothing.
@@ -252,12 +270,9 @@ class HostStore:
             # From LEAVING too: its copy out goes on and writes a block that is never read; the block's next writer comes after it
             # on the same stream.
             ticket.advance(TicketState.ON_DEVICE)
-        other = self.lanes.other_stream(ticket.compute)
-        if other is not None:
-            if ticket.back is not None:
-                ticket.back.block(other)
-            if other not in ticket.others:
-                ticket.others = (*ticket.others, other)
+        other = self._note_current_stream(ticket)
+        if other is not None and ticket.back is not None:
+            ticket.back.block(other)
 
     @_locked
     def _expand(self, ticket: Ticket) -> None:

@@ -85,11 +85,11 @@ class _PageMemory:
     def pages(self) -> int:
         return self.arena.device_pages + self.arena.host_pages
 
-    def _must_wait(self) -> bool:
+    def must_wait(self) -> bool:
         return self.host_block is not None  # device memory is freed in the order of its stream, host memory at once
 
     def __del__(self, ending: Any = sys.is_finalizing) -> None:
-        if self._must_wait() and self.arena.device.is_cuda and not ending():
+        if self.must_wait() and self.arena.device.is_cuda and not ending():
             torch.cuda.synchronize(self.arena.device.device)
 
 
@@ -99,7 +99,7 @@ class _SharedPages(_PageMemory):
 
     free: FreePages
 
-    def _must_wait(self) -> bool:
+    def must_wait(self) -> bool:
         return True  # kernels may still use it, on other streams than it was allocated on
 
 
@@ -156,7 +156,7 @@ class PageStore:
         self._last_stream: Any = None  # the one that used the free pages last
         # A ticket may die at any time, in any thread. It only appends to these; the next call looks at them.
         self._dead: deque[tuple[_PageCounts, int]] = deque()
-        self._deferred_gives: deque[tuple[_SharedPages, tuple[PageTable, ...], Any]] = deque()
+        self._deferred_gives: deque[tuple[_PageMemory, tuple[PageTable, ...], Any]] = deque()
         self._alive = 0
         self._total = _PageCounts(0, 0, 0, 0)  # of the live tickets; `shared`: in this arena
         self._worst_bound = 0  # largest total bound so far
@@ -394,7 +394,7 @@ class PageStore:
         # Trap: this runs at any time, in any thread, under any current stream, within a capture or not.
         self._dead.append((ticket._counts, ticket._generation))
         memory, stream = ticket._memory, ticket._stream
-        if not isinstance(memory, _SharedPages):
+        if not memory.must_wait():
             return
         current = self._stream()
         capturing = self._is_capturing(stream)
@@ -404,12 +404,15 @@ class PageStore:
             with suppress(RuntimeError):  # the capture has failed, and what it took was never taken
                 self._give(memory, ticket.tables, stream, capturing)
         elif capture_near:
-            # Keep the memory too: it must not be freed within a capture. A captured ticket of an earlier epoch gives nothing.
+            # Keep the memory too: freeing it waits for the device. A captured ticket of an earlier epoch gives nothing.
             self._deferred_gives.append((memory, () if captured else ticket.tables, stream))
         elif not captured:
             self._give(memory, ticket.tables, stream, capturing)
 
-    def _give(self, memory: _SharedPages, tables: Sequence[PageTable], stream: Any, capturing: bool) -> None:
+    def _give(self, memory: _PageMemory, tables: Sequence[PageTable], stream: Any, capturing: bool) -> None:
+        """Nothing for a ticket's own memory, which is freed with it."""
+        if not isinstance(memory, _SharedPages):
+            return
         self._order_after_last(stream, capturing)
         with self._on(stream):
             give_pages(memory.free, [table.pages for table in tables], backend=self.backend)

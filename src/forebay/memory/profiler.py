@@ -304,4 +304,5 @@ def _operation(node: str) -> str:
 
 
 def _allocated() -> int:
-    return torch.cuda.memory_allocated() if torch.cuda.is_available() else 0
+    """Bytes on all GPUs: the current device need not be the model's."""
+    return sum(map(torch.cuda.memory_allocated, range(torch.cuda.device_count())))

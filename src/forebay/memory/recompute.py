@@ -58,7 +58,7 @@ def recomputed(
             return forward(*args, **kwargs)
         call = _RecomputedCall(region, args, kwargs)
         # Trap: as keywords of `checkpoint`, those that it has itself (debug, function) would not arrive.
-        out = checkpoint(call.run, *args, **options)
+        out = checkpoint(call.run, *args, *call.on_devices, **options)
         call.forward_done()
         return out
 
@@ -117,6 +117,10 @@ class _RecomputedCall:
     only reads (a router's bias); torch checks tensors that are positional arguments themselves. Buffers (running statistics) and
     other arguments that the forward writes are copies in the rerun, and lists and dicts among arguments have what they had.
     Modules are as they were in the forward (`_state_of`), and so are the enabled kernels of attention.
+
+    Attributes:
+        on_devices: further arguments of `run`, which it does not pass on: empty tensors on the region's devices on which no
+            positional tensor is. Trap: a checkpoint restores the generators of the devices of its own arguments alone.
     """
 
     def __init__(self, region: _RegionForward, args: tuple[Any, ...], kwargs: dict[str, Any]):
@@ -136,6 +140,9 @@ class _RecomputedCall:
         self._state, self._merged = _state_of(modules, region.holder), _merged_adapters(modules)
         self._weights = {(i, n): w for i, m in enumerate(modules) for n, w in m._parameters.items() if w is not None}
         self._kinds = [(w.dtype, w.device) for w in self._weights.values()]
+        devices = {t.device for _, t, _ in self._arguments} | {device for _, device in self._kinds}
+        devices -= {a.device for a in args if isinstance(a, Tensor)}
+        self.on_devices = [torch.empty(0, device=d) for d in devices if d.type not in ("cpu", "meta")]
         self._buffers = {(i, n): b for i, m in enumerate(modules) for n, b in m._buffers.items() if b is not None}
         self._mode = tuple(m.training for m in modules)
         # Before the first forward it is not known which ones are written: all are copied.
@@ -150,6 +157,7 @@ class _RecomputedCall:
 
     def run(self, *args: Any) -> Any:
         """The forward, and in backward its rerun, which raises RuntimeError if weights or buffers are others."""
+        args = args[: len(self._given[0])]  # without `on_devices`
         if self._first is not None:
             kwargs, self._first = self._first, None
             return self._region.forward(*args, **kwargs)

@@ -261,7 +261,7 @@ class TimingRecorder(_EventRecorder):
 
     def waited(self) -> float:
         """Share of the step for which the compute stream waited for copies. Waits for the device."""
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(self._device)
         if not self._samples:
             return 0.0
         waits = [sample.marks[0].elapsed_time(sample.marks[1]) for sample in self._samples]
@@ -274,7 +274,7 @@ class TimingRecorder(_EventRecorder):
         names = [(event.kind, timeline.calls[event.call].key) for event in timeline.events]
         if names != [(sample.kind, sample.key) for sample in self._samples]:
             return None
-        torch.cuda.synchronize()
+        torch.cuda.synchronize(self._device)
         events = self._with_memory(timeline)
         for index in range(len(events) - 1):
             sample, begins = self._samples[index], self._samples[index + 1].marks[0]
@@ -330,7 +330,7 @@ class TrialRecorder(Recorder):
         self._peak_and_last: tuple[int, int] | None = None  # bytes: peak before the last event, and at its start
         self._same_inputs = True
         self._begin = torch.cuda.Event(enable_timing=True)
-        self._begin.record()
+        self._begin.record(torch.cuda.current_stream(device))  # of this device, which need not be the current one
         self._peaks.reset(device)
 
     def entered(self, key: Key, input_bytes: int) -> None:
@@ -354,7 +354,7 @@ class TrialRecorder(Recorder):
         if self._peak_and_last is None or not self._same_inputs:
             return None
         begin, end = self._begin, torch.cuda.Event(enable_timing=True)
-        end.record()
+        end.record(torch.cuda.current_stream(self._device))
         peak, start = self._peak_and_last
         rise = min(torch.cuda.max_memory_allocated(self._device) - start, self._rise)
 

@@ -315,14 +315,18 @@ class Transfers:
                 self._store.recall(ticket)
 
     def mark(self) -> Any:
-        """Record a CUDA event with a time on the current stream; None on a CPU, and in a graph that is not timed."""
+        """Record a CUDA event with a time on the store's device, on its current stream; None on a CPU, and in a graph that is not
+        timed.
+
+        Trap: the current device need not be the store's in a forward, and autograd's thread makes it that in the backward.
+        """
         if not self._gpu or (self.captured and not self._store.lanes.time_captured):
             return None
         if self.captured:
             event = self._store.lanes.captured_event()
         else:
             event = self._spare_cuda_events.pop() if self._spare_cuda_events else torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(self._store.lanes.compute_stream())
         return event
 
     def forget_waits(self) -> None:

@@ -360,6 +360,9 @@ class _TrainingRun:
                     f"run {self.start.folder} is at step {done} of {c.train.steps}: nothing is left to do",
                     soft_wrap=True,
                 )
+            assert self.start.resumed is not None
+            if missing := self.checkpoints.upload_missing(self.start.resumed):
+                raise RunError(f"the run is done; {missing}")
             return self.start.folder
         self.save_began_at = self.saved_at = done
         self.mesh.on_main(self._write_run_file)

@@ -189,6 +189,11 @@ def test_an_upload_that_fails_is_said_and_training_goes_on(
     restore.verify(newest)
     assert newest.name == "step-00000006" and list(remote.names()) == ["step-00000004"]
     assert len(metrics(tmp_path / "run")) == 6
+    with pytest.raises(RunError, match=r"the run is done; checkpoint .*6 is whole, but could not be uploaded"):
+        train(settings, quiet(), resume="auto")
+    monkeypatch.setattr(RemoteFolder, "put", put)
+    train(settings, quiet(), resume="auto")
+    assert list(remote.names()) == ["step-00000004", "step-00000006"]
 
 
 def test_a_remote_that_cannot_be_is_refused_before_anything_is_written(

@@ -1,5 +1,6 @@
 """Which folder a run takes (another one than every other run, over, killed or starting at the same time), and its files there."""
 
+import errno
 import io
 import json
 import os
@@ -16,8 +17,9 @@ from rich.console import Console
 from forebay.config import Config
 from forebay.errors import RunError, UsageError
 from forebay.pipeline.activity import ActionRecord
+from forebay.train import restore
 from forebay.train.distributed import Mesh
-from forebay.train.durable import LOCK, FolderLock, holder
+from forebay.train.durable import LOCK, FolderLock, digest_of, holder
 from forebay.train.engines import plan_of
 from forebay.train.loop import train
 from forebay.train.run_folder import RESULT, claim_start, watch_step, where_to_resume, write_result, write_timeline
@@ -112,6 +114,23 @@ def test_auto_starts_or_resumes_and_passes_over_damage(tiny: Callable[..., Confi
     assert [r["cross_entropy_loss"] for r in again] == [r["cross_entropy_loss"] for r in whole]
 
 
+def test_auto_passes_over_what_cannot_be_read(tiny: Callable[..., Config], monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tiny(train={"steps": 2}, checkpoint={"every": 1})
+    train(config, quiet())
+
+    def digest(file: Path) -> str:
+        if file.match("step-00000002/*.distcp"):
+            raise OSError(errno.EIO, "Input/output error", str(file))  # a bad block of the disk
+        return digest_of(file)
+
+    monkeypatch.setattr(restore, "digest_of", digest)
+    out = io.StringIO()
+    train(config, Console(file=out, width=200), resume="auto")
+    said = " ".join(out.getvalue().split())
+    assert "step-00000002 is damaged: __0_0.distcp cannot be read: Input/output error" in said
+    assert "resumed after step 1" in said
+
+
 def test_auto_starts_again_where_a_run_was_stopped_before_its_first_checkpoint(
     tiny: Callable[..., Config], tmp_path: Path
 ) -> None:
@@ -143,6 +162,11 @@ def test_a_run_folder_that_cannot_be_written(tiny: Callable[..., Config], tmp_pa
     (tmp_path / "file").write_text("")
     with pytest.raises(RunError, match=r"run's folder .* cannot be written: Not a directory; set log\.folder"):
         train(tiny(log={"folder": str(tmp_path / "file" / "run")}), quiet())
+    folder = train(tiny(train={"steps": 1}), quiet())
+    (folder / "metrics.jsonl").unlink()
+    (folder / "metrics.jsonl").mkdir()
+    with pytest.raises(RunError, match=r"run's folder .* cannot be written: Is a directory"):
+        train(tiny(train={"steps": 2}), quiet(), resume="")
 
 
 def test_of_one_process(tiny: Callable[..., Config]) -> None:

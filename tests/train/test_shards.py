@@ -5,6 +5,7 @@ import os
 import shutil
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -49,6 +50,23 @@ def test_cache_is_read_the_second_time(tmp_path: Path, monkeypatch: pytest.Monke
 def test_cache_follows_the_content(tmp_path: Path) -> None:
     assert corpus_of(tmp_path, "one").identity != corpus_of(tmp_path, "two").identity
     assert len(list((tmp_path / "cache").iterdir())) == 2
+
+
+@pytest.mark.parametrize("change", [lambda f: f.write_text("later"), lambda f: f.unlink()], ids=["written", "removed"])
+def test_text_that_changes_meanwhile_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable[[Path], object]
+) -> None:
+    """Its tokens would be in the cache as those of the text that was hashed."""
+    encoded = []
+
+    def encode(raw: bytes) -> np.ndarray:
+        encoded.append(raw)
+        change(tmp_path / "a.txt")
+        return BYTES.encode(raw)
+
+    with pytest.raises(RunError, match=r"a\.txt changed while it was tokenized"):
+        corpus_of(tmp_path, "first", tokenizer=replace(BYTES, encode=encode))
+    assert encoded == [b"first"] and list((tmp_path / "cache").iterdir()) == []
 
 
 def test_bad_text_leaves_nothing(tmp_path: Path) -> None:

@@ -270,6 +270,13 @@ class Checkpoints:
             if rank_and_size()[0] == 0:
                 _discard(partial)
 
+    def upload_missing(self, path: Path) -> str:
+        """Upload a checkpoint that the remote folder lacks, as after a kill; returns why that failed, or ""."""
+        remote = self.remote
+        if remote is None or on_main(lambda: remote.names().get(path.name, 0.0) >= _written(path)):
+            return ""
+        return self._upload(path, None)
+
     def _upload(self, path: Path, group: dist.ProcessGroup | None) -> str:
         """Upload a checkpoint, each process a part of its files; returns why that failed, or ""."""
         remote, (rank, size) = self.remote, rank_and_size()

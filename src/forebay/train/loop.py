@@ -360,16 +360,22 @@ class _TrainingRun:
                     f"run {self.start.folder} is at step {done} of {c.train.steps}: nothing is left to do",
                     soft_wrap=True,
                 )
+            assert self.start.resumed is not None
+            if missing := self.checkpoints.upload_missing(self.start.resumed):
+                raise RunError(f"the run is done; {missing}")
             return self.start.folder
         self.save_began_at = self.saved_at = done
         self.mesh.on_main(self._write_run_file)
         loggers: list[Logger] = []
         self.mesh.on_main(lambda: loggers.extend(open_loggers(c, self.start.folder, done)))
-        reporter = (
-            Reporter(self.start.folder, self.console, c.train.steps, done, loggers, c.log.progress)
-            if self.mesh.world.is_main
-            else SilentReporter()
-        )
+        try:
+            reporter = (
+                Reporter(self.start.folder, self.console, c.train.steps, done, loggers, c.log.progress)
+                if self.mesh.world.is_main
+                else SilentReporter()
+            )
+        except OSError as error:  # such as metrics.jsonl of another user
+            raise unwritable(self.start.folder, error) from error
         with reporter as report:
             self._announce(report, done)
             self._check_stop(done, report)

@@ -177,10 +177,13 @@ def _manifest(path: Path) -> dict[str, tuple[int, str]]:
 
 def _compare(path: Path, files: Mapping[str, Any]) -> None:
     for name, (size, digest) in files.items():
-        if lack := lack_of(path, name, size):
-            raise _damaged(path, lack)
-        if digest_of(path / name) != digest:
-            raise _damaged(path, f"the content of {name} has changed since it was written")
+        try:
+            lack = lack_of(path, name, size)
+            changed = not lack and digest_of(path / name) != digest
+        except OSError as error:  # a bad block of the disk
+            raise _damaged(path, f"{name} cannot be read: {error.strerror}") from error
+        if lack or changed:
+            raise _damaged(path, lack or f"the content of {name} has changed since it was written")
 
 
 def read_about(path: Path) -> dict[str, Any]:

@@ -42,6 +42,9 @@ _HASHED_BYTES = 4 << 30
 _FORMAT = 2  # part of the cache key; increase it when the meaning of the files changes
 _POLL = 0.5  # seconds between two looks at a folder that another process writes
 
+_State = tuple[int, int] | None
+"""Size and time of the last write of a file, in nanoseconds; None if it is not there."""
+
 
 @dataclass(frozen=True)
 class Shard:
@@ -153,10 +156,11 @@ def load_corpus(
     found = text.files(source)
     if not found:
         raise UsageError(f"data.path {source.path!r} names no file")
+    states = {file: _state_of(file) for file in found}  # before their contents are hashed
     key = _key_of(source, tokenizer, found)
     if folder is None:
         folder = cache_folder(data) / key[:32]
-    _ShardFolder(folder, key, source, data, tokenizer, found, say).complete()
+    _ShardFolder(folder, key, source, data, tokenizer, found, states, say).complete()
     what = f"{source.source}: {len(found):,} file{'s' if len(found) > 1 else ''}"
     return open_corpus(folder, tokenizer, what, hashed)
 
@@ -275,6 +279,7 @@ class _Job:
     source: DataSource
     tokenizer: str  # as in data.tokenizer
     parts: tuple[text.TextPart, ...]
+    states: Mapping[Path, _State]  # of the files that are read
 
 
 @dataclass(frozen=True)
@@ -287,6 +292,7 @@ class _ShardFolder:
     data: Data
     tokenizer: Tokenizer
     found: list[Path]
+    states: Mapping[Path, _State]
     say: Callable[[str], None]
 
     def complete(self) -> None:
@@ -324,7 +330,15 @@ class _ShardFolder:
     def _write(self) -> None:
         """Write the shards that are missing, and the index."""
         shards = [
-            _Job(self.folder, f"shard-{number:05d}", self.key, self.source, self.data.tokenizer, parts)
+            _Job(
+                self.folder,
+                f"shard-{number:05d}",
+                self.key,
+                self.source,
+                self.data.tokenizer,
+                parts,
+                self._states_of(parts),
+            )
             for number, parts in enumerate(_plan(text.parts(self.source, self.found)))
         ]
         missing = [job for job in shards if not _is_written(job)]
@@ -349,6 +363,11 @@ class _ShardFolder:
             "shards": written,
         }
         replace_text(self.folder / INDEX, json.dumps(index, indent=1))
+
+    def _states_of(self, parts: Iterable[text.TextPart]) -> Mapping[Path, _State]:
+        if self.source.source == "hf":  # each part is rows of the whole folder
+            return self.states
+        return {part.path: self.states[part.path] for part in parts}
 
 
 def _of_other_texts(folder: Path) -> UsageError:
@@ -441,6 +460,9 @@ def _write_shard(job: _Job, tokenizer: Tokenizer) -> None:
             count += len(ids)
             if piece.ends and count > ends[-1]:
                 ends.append(count)
+        for file, state in job.states.items():
+            if _state_of(file) != state:  # the shard would pass for one of the text that was hashed
+                raise RunError(f"data file {file} changed while it was tokenized; run again when nothing writes to it")
     raw = np.array(ends[1:], dtype="<u8").tobytes()
     digest.update(raw)
     with _replacing(job.folder / f"{job.name}.ends") as stream:
@@ -448,6 +470,14 @@ def _write_shard(job: _Job, tokenizer: Tokenizer) -> None:
     sync(job.folder)  # or the description might be on disk before the shard
     shard = Shard(job.name, ends[-1], len(ends) - 1, digest.hexdigest())
     replace_text(job.folder / f"{job.name}.json", json.dumps({"key": job.key, "shard": asdict(shard)}))
+
+
+def _state_of(file: Path) -> _State:
+    try:
+        found = file.stat()
+    except OSError:
+        return None
+    return found.st_size, found.st_mtime_ns
 
 
 def _check_stop() -> None:

@@ -322,6 +322,17 @@ def test_a_longer_batch_is_measured_and_planned_anew() -> None:
     assert planned[5] == 2 * planned[2] == planned[-1]
 
 
+def test_regions_that_save_more_tensors_of_equal_inputs_are_measured_and_planned_anew() -> None:
+    """As where dropout is turned on."""
+    model, plain = network().eval(), network().eval()
+    mem, planned = manage(model, "offload"), []
+    for step in range(6):
+        model.train(step > 2), plain.train(step > 2)
+        assert same(gradients(model), gradients(plain))
+        planned.append(mem.plan.planned_bytes if mem.plan else None)
+    assert planned[2] and planned[4] is None and planned[5] > planned[2], planned
+
+
 def test_what_distant_regions_share_stays_on_the_device() -> None:
     class Rotated(nn.Module):
         def forward(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

@@ -617,6 +617,35 @@ class Counts(nn.Module):
         return (x + shift).sin() * scale["of"] * float(count)
 
 
+@pytest.mark.parametrize("change", ["mode", "buffer", "child", "hook"])
+def test_a_rerun_finds_its_region_as_the_forward_did(change: str) -> None:
+    """And leaves it as it was found."""
+
+    def run_on(model: nn.Sequential) -> list[Tensor]:
+        block: Any = model[1]
+        hook = block.down.register_forward_hook(lambda module, inputs, output: 3 * output)
+
+        def run(x: Tensor) -> Tensor:
+            out = model(x)
+            if change == "mode":
+                model.eval()
+            elif change == "buffer":
+                block.scale = torch.zeros(WIDTH)
+            elif change == "child":
+                block.up = nn.Linear(WIDTH, 2 * WIDTH)
+            else:
+                hook.remove()
+            return out
+
+        return gradients(model, run=run)[:2]
+
+    model, plain = network(), network()
+    mem = manage(model, "recompute")
+    assert same(run_on(model), run_on(plain))
+    assert model.training == (change != "mode") and bool(model[1].scale.any()) == (change != "buffer")  # type: ignore[union-attr, operator]
+    mem.detach()
+
+
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_keyword_arguments_may_be_written_by_the_region_alone(placement: str) -> None:
     """Also if the next region writes the same one; and one may come from inference mode."""

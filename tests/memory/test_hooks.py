@@ -642,7 +642,7 @@ def test_a_rerun_finds_its_region_as_the_forward_did(change: str) -> None:
     model, plain = network(), network()
     mem = manage(model, "recompute")
     assert same(run_on(model), run_on(plain))
-    assert model.training == (change != "mode") and bool(model[1].scale.any()) == (change != "buffer")  # type: ignore[union-attr, operator]
+    assert model[1].training == (change != "mode") and bool(model[1].scale.any()) == (change != "buffer")  # type: ignore[union-attr, operator]
     mem.detach()
 
 

@@ -120,6 +120,10 @@ def test_overrides(tmp_path: Path) -> None:
         ({"model": {"family": "mixtral", "loss": "transformers"}, "parallel": {"pp": 2}}, ["model.loss = 'fused'"]),
         (with_key("model", loss="transformers") | {"parallel": {"overlap": True}}, ["parallel.overlap = true needs"]),
         (with_key("memory", policy="offload") | {"parallel": {"overlap": True}}, ["parallel.overlap = true supports"]),
+        (
+            with_key("memory", policy="recompute", recompute="full") | {"parallel": {"overlap": True}},
+            ["parallel.overlap = true supports", "with memory.recompute = 'light', not recompute with 'full'"],
+        ),
         *(
             (
                 with_key("model", experts="transformers") | more,

@@ -1,5 +1,7 @@
 """Patterns, precedence and every refusal of a policy."""
 
+from typing import Any
+
 import pytest
 
 from forebay.policy import PolicyError, format_bytes, outermost, parse_bytes, resolve
@@ -54,6 +56,8 @@ def test_experts_may_be_recomputed_inside_what_is_offloaded() -> None:
             {"*.mlp": "recompute", "*.mlp.experts": "offload"},
             ["'*.mlp.experts'", "model.layers.0.mlp", "cannot be nested"],
         ),
+        # Only what the star placed gives way to a later container.
+        ({"*": "keep", "*.mlp.experts": "offload", "*.mlp": "recompute"}, ["'*.mlp.experts'", "cannot be nested"]),
     ],
 )
 def test_refusals_name_the_pattern_and_what_is_valid(policy: dict[str, str], words: list[str]) -> None:
@@ -74,8 +78,8 @@ def test_sizes(text: int | str, count: int) -> None:
     assert parse_bytes(text) == count
 
 
-@pytest.mark.parametrize("text", ["", "GiB", "2 XiB", -1, "-3GiB", "nan", True])
-def test_what_is_no_size_is_refused(text: int | str) -> None:
+@pytest.mark.parametrize("text", ["", "GiB", "2 XiB", -1, "-3GiB", "nan", True, 2.5e9, None])
+def test_what_is_no_size_is_refused(text: Any) -> None:
     with pytest.raises(PolicyError, match="no size in bytes"):
         parse_bytes(text)
 

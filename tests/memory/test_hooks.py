@@ -383,6 +383,17 @@ def test_a_longer_batch_is_measured_and_planned_anew() -> None:
     assert planned[5] == 2 * planned[2] == planned[-1]
 
 
+def test_regions_that_save_more_tensors_of_equal_inputs_are_measured_and_planned_anew() -> None:
+    """As where dropout is turned on."""
+    model, plain = network().eval(), network().eval()
+    mem, planned = manage(model, "offload"), []
+    for step in range(6):
+        model.train(step > 2), plain.train(step > 2)
+        assert same(gradients(model), gradients(plain))
+        planned.append(mem.plan.planned_bytes if mem.plan else None)
+    assert planned[2] and planned[4] is None and planned[5] > planned[2], planned
+
+
 def test_what_distant_regions_share_stays_on_the_device() -> None:
     class Rotated(nn.Module):
         def forward(self, pair: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -665,6 +676,35 @@ class Counts(nn.Module):
     def forward(self, x: Tensor, count: Tensor, scale: dict[str, Tensor], shift: Tensor) -> Tensor:
         count += 1
         return (x + shift).sin() * scale["of"] * float(count)
+
+
+@pytest.mark.parametrize("change", ["mode", "buffer", "child", "hook"])
+def test_a_rerun_finds_its_region_as_the_forward_did(change: str) -> None:
+    """And leaves it as it was found."""
+
+    def run_on(model: nn.Sequential) -> list[Tensor]:
+        block: Any = model[1]
+        hook = block.down.register_forward_hook(lambda module, inputs, output: 3 * output)
+
+        def run(x: Tensor) -> Tensor:
+            out = model(x)
+            if change == "mode":
+                model.eval()
+            elif change == "buffer":
+                block.scale = torch.zeros(WIDTH)
+            elif change == "child":
+                block.up = nn.Linear(WIDTH, 2 * WIDTH)
+            else:
+                hook.remove()
+            return out
+
+        return gradients(model, run=run)[:2]
+
+    model, plain = network(), network()
+    mem = manage(model, "recompute")
+    assert same(run_on(model), run_on(plain))
+    assert model[1].training == (change != "mode") and bool(model[1].scale.any()) == (change != "buffer")  # type: ignore[union-attr, operator]
+    mem.detach()
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)

@@ -1,5 +1,6 @@
 """HostPool: blocks have the exact size, never share a byte, and cost no new memory when the same sizes are asked for again."""
 
+import random
 import resource
 from types import SimpleNamespace
 
@@ -26,6 +27,27 @@ def test_blocks_have_the_exact_size_and_the_same_sizes_need_no_new_slab() -> Non
         give_all(pool, blocks[::-1])
     assert len(places) == 1, "blocks go out again as they came back"
     assert pool.reserved_bytes <= sum(sizes) + len(sizes) * 512 and used_bytes(pool) == 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_blocks_that_are_out_keep_their_bytes_and_those_that_came_back_are_found_again(seed: int) -> None:
+    chance = random.Random(seed)
+    pool = HostPool(pin=False)
+    out: dict[int, HostBlock] = {}
+    for number in range(250):
+        if out and chance.random() < 0.5:
+            value = chance.choice([*out])
+            block = out.pop(value)
+            assert (block.bytes_ == value).all()
+            pool.give(block)
+        else:
+            out[number] = pool.take(chance.choice((600, 5000, chance.randint(1, 40_000))))
+            out[number].bytes_.fill_(number)
+        assert used_bytes(pool) == sum(block.length for block in out.values())
+    give_all(pool, [*out.values()])
+    reserved = pool.reserved_bytes
+    whole = [pool.take(size) for size in {slab.memory.numel() for slab in pool._slabs}]
+    assert pool.reserved_bytes == reserved and used_bytes(pool) == sum(block.length for block in whole)
 
 
 def test_only_slabs_without_a_used_slot_are_trimmed() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from forebay.memory import host_pool
-from forebay.memory.host_store import HostStore
+from forebay.memory.host_store import HostStore, Traffic
 from forebay.memory.host_ticket import TicketState
 from tests.helpers import sent, used_bytes
 
@@ -19,6 +19,14 @@ DEVICES = ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)]
 
 def fresh(device: str = "cpu", nbytes: int = 4096) -> torch.Tensor:
     return torch.randint(0, 256, (nbytes,), dtype=torch.uint8, device=device)
+
+
+def test_rates_count_what_was_copied_and_plans_count_storages() -> None:
+    traffic = Traffic()
+    for size, copied, milliseconds in ((400, 200, 1.0), (800, 400, 2.0), (100, 50, None)):  # the last one was not timed
+        traffic.add(size, copied, mock.Mock(milliseconds=lambda taken=milliseconds: taken))
+    assert traffic.rate(slice(None)) == pytest.approx(400e3) and traffic.rate(slice(2, None)) is None
+    assert traffic.measure() == (650, pytest.approx(200e3))
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -62,6 +62,19 @@ def test_a_window_trades_memory_for_time() -> None:
     assert ("r4", 0) not in fetched and ("r0", 0) in fetched
 
 
+def test_windows_worked_out_by_hand() -> None:
+    """Copies take 2 s, events 1 s. Wide: region 0 leaves at 1 and returns at 4, region 1 is still leaving at the turn. Narrow:
+    F1 and F2 wait 2 s each for the copy out before them, B1 and B0 1 s each for their copies back, begun one event before."""
+    slow = timeline([4, 4, 1, 1], 1.0, 2.0)
+    wide, narrow = (simulate(slow, offload(0, 1), window) for window in (8, 0))
+    assert wide.release_at == {("r0", 0): ("B", ("r3", 0))} and wide.fetch_at == {("B", ("r3", 0)): (("r0", 0),)}
+    assert narrow.fetch_at == {("B", ("r2", 0)): (("r1", 0),), ("B", ("r1", 0)): (("r0", 0),)}
+    assert (wide.stall_seconds, narrow.stall_seconds, narrow.step_seconds) == (0.0, 6.0, 14.0)
+    # Of two that fit one at a time, the second begins to return at the first one's backward.
+    one = simulate(timeline([4, 1, 4, 1, 1, 1], 1.0, 4.0), offload(0, 2), 4)
+    assert one.fetch_at == {("B", ("r5", 0)): (("r2", 0),), ("B", ("r2", 0)): (("r0", 0),)}
+
+
 @pytest.mark.parametrize(
     ("call", "seconds"),
     [

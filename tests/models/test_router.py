@@ -139,6 +139,10 @@ def test_bias_follows_the_counts_of_all_microbatches(family, tokens):
             model(batch, labels=batch).loss.backward()
         counts += torch.bincount(stats.records[0].ids.reshape(-1), minlength=64)
     assert torch.equal(stats.load(), counts[None].long())
+    others = counts.roll(1).long()  # stand for another process's
+    stats.sum_counts(lambda load: load + others)
+    counts += others
+    assert torch.equal(stats.load(), counts[None].long())
     stats.update_bias(0.01)
     expected = before + 0.01 * torch.sign(counts.mean() - counts)
     assert torch.equal(router.e_score_correction_bias, expected)

@@ -228,6 +228,15 @@ def test_settings_and_widths_that_no_grouped_gemm_takes(
     assert_close(case.grads(dy), truth_of(case, dy), TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("missing", ["gate_up_bias", "down_bias"])
+def test_one_bias_alone(missing: str, poisoned: None) -> None:
+    case = make(IDS["sentinels"](), gpt_oss=True)
+    del case.tensors[missing]
+    case = case.to(torch.float64)
+    dy = torch.randn(T, H, dtype=torch.float64)
+    assert_close(case.grads(dy), truth_of(case, dy), TOLERANCE[torch.float64])
+
+
 def test_no_tokens() -> None:
     case = make(torch.zeros((0, K), dtype=torch.int64), ranks={"gate_up": 3, "down": 4}).to(torch.float32)
     got = case.grads(torch.zeros(0, H))

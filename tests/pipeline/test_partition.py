@@ -204,6 +204,8 @@ def test_leftover_layers_go_inside() -> None:
     interleaved = even_partition(8, "interleaved-1f1b", 2, 3)
     assert interleaved.counts == (1, 1, 2, 2, 1, 1) and interleaved.ranks == (0, 1, 0, 1, 0, 1)
     assert interleaved.time is None and interleaved.balance is None
+    tied = partition_layers(whole([LayerCost(1, 0)] * 5), "interleaved-1f1b", 2, microbatches=4)
+    assert tied.counts in ((1, 2, 1, 1), (1, 1, 2, 1))
 
 
 @pytest.mark.parametrize(

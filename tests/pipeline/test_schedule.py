@@ -5,7 +5,7 @@ from itertools import pairwise, product
 import pytest
 
 from forebay.config import SCHEDULES
-from forebay.pipeline.schedule import Action, PipelinePlan, forward_plan, make_plan, turns
+from forebay.pipeline.schedule import Action, PipelinePlan, forward_plan, local_plan, make_plan, turns
 
 CASES = [(name, pp, factor * pp) for name, pp, factor in product(SCHEDULES, (1, 2, 3, 4), (2, 4))]
 LISTS = [[bool(b) for b in bits] for n in range(1, 5) for bits in product((0, 1), repeat=n)]
@@ -60,6 +60,20 @@ def test_a_plan_runs_everything_once(name: str, pp: int, microbatches: int) -> N
     forward = forward_plan(plan)
     carried_out(forward)
     assert {a.kind for actions in forward.actions for a in actions} <= {"F", "SEND_F", "RECV_F"}
+    for stage, rank in enumerate(plan.ranks):
+        assert [a.microbatch for a in forward.computations(rank) if a.stage == stage] == list(range(microbatches))
+
+
+def test_a_single_rank_runs_in_turn_or_each_forward_with_the_backward_before() -> None:
+    for microbatches, overlap in product((1, 2, 5), (False, True)):
+        plan = local_plan(microbatches, overlap)
+        carried_out(plan)
+        assert plan.stages(0) == (0,) and plan.microbatches == microbatches
+    in_turn, together = (local_plan(3, overlap).actions[0] for overlap in (False, True))
+    assert [str(a) for a in in_turn] == ["0F0", "0B0", "0F1", "0B1", "0F2", "0B2"]
+    assert [[str(part) for part in a.each] for a in together] == [["0F0"], ["0F1", "0B0"], ["0F2", "0B1"], ["0B2"]]
+    with pytest.raises(ValueError, match="no microbatches"):
+        local_plan(0, True)
 
 
 @pytest.mark.parametrize("pp", [2, 3, 4])

@@ -143,6 +143,16 @@ def test_a_full_disk_at_the_first_checkpoint(tmp_path: Path, monkeypatch: pytest
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "Input/output error"), RuntimeError("no such layout")])
+def test_more_space_is_asked_for_only_where_it_lacks(tmp_path: Path, monkeypatch: Any, error: Exception) -> None:
+    earlier = Checkpoints(tmp_path).save(1, *make(), {})
+    monkeypatch.setattr(dcp.FileSystemWriter, "write_data", fail_with(error))
+    with pytest.raises(
+        RunError, match=f"(Input/output error|no such layout); the earlier checkpoint {earlier} is intact$"
+    ):
+        Checkpoints(tmp_path).save(2, *make(), {})
+
+
 def test_an_interrupt_while_writing_is_an_interrupt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """torch wraps even KeyboardInterrupt in its own exception."""
     earlier = Checkpoints(tmp_path).save(1, *make(), {})

@@ -266,10 +266,13 @@ def test_a_step_without_a_token_that_has_a_loss(tmp_path: Path) -> None:
     for batches in (first, second):
         with pytest.raises(RunError, match=r"no token of step 1 has a loss: each of its 2 sequences of 4 tokens holds"):
             batches(0)
+    validating = Batches(first.windows, first.shares, 2, first.seed, apart=True)
+    assert (validating(0).targets == IGNORE).all()
     both = Batches([*first.windows, *held_out.windows], (1, 1), 2, 0, World(0, 2), apart=True, needs_loss=True)
     other = Batches(both.windows, (1, 1), 2, 0, World(1, 2), apart=True, needs_loss=True)
-    found = sorted(bool((batches(0).targets != IGNORE).any()) for batches in (both, other))
-    assert found == [False, True]
+    for number in range(4):
+        found = sorted(bool((batches(number).targets != IGNORE).any()) for batches in (both, other))
+        assert found == [False, True]
 
 
 def test_the_command(tmp_path: Path, run: Any) -> None:

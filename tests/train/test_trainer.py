@@ -97,8 +97,8 @@ def test_validation_data_is_not_trained_on(tiny: Callable[..., Config], validati
             assert min(windows.start(place) for place in range(windows.count)) == cut
 
 
-def test_evaluation_changes_nothing(tiny: Callable[..., Config]) -> None:
-    config = tiny(train={"eval_every": 1, "eval_batches": 2})
+def test_evaluation_changes_nothing_and_drops_nothing_out(tiny: Callable[..., Config]) -> None:
+    config = tiny(model={"config": {**MODEL, "attention_dropout": 0.5}}, train={"eval_every": 1, "eval_batches": 2})
     with Trainer(config) as trainer:
         before, generator = state_of(trainer), torch.get_rng_state()
         loss = trainer.evaluate()

@@ -46,8 +46,8 @@ class RankRun:
     Attributes:
         stages: by number, parts in forward order.
         actions: of a step; a pipeline's receives too.
-        summed: if the engine sums the vocabulary's gradients itself: bytes that it takes for a moment to add a microbatch's
-            gradients of embedded tokens; else 0.
+        adding_tokens: if the engine sums the vocabulary's gradients itself, bytes that it takes for a moment to add those of a
+            microbatch's embedded tokens; else 0.
         hidden: bytes of a microbatch's hidden states.
         graph, fails: steps are to be captured in a CUDA graph, which fails: all are called.
         expandable: the trainer has torch expand segments; on GPUs only.
@@ -64,7 +64,7 @@ class RankRun:
     sharing: Sharing
     stages: Mapping[int, Sequence[Part]]
     actions: Sequence[Action]
-    summed: int
+    adding_tokens: int
     hidden: int
     graph: bool = False
     fails: bool = False
@@ -88,7 +88,7 @@ class RankRun:
     @property
     def engine(self) -> bool:
         """An engine runs the stages: the token dispatcher has a stream of its own."""
-        return self.sharing.gathered
+        return self.sharing.engine
 
     @property
     def interleaves(self) -> bool:

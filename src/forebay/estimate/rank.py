@@ -24,15 +24,7 @@ from forebay.estimate.parts import Part, part_of, placed_parts
 from forebay.estimate.placement import Choice, ChoiceCosts, Machine, Option, option, rank_options
 from forebay.estimate.rank_run import Link, RankRun, StepLevel, Walked
 from forebay.estimate.state import Sharing, Weight, WeightShapes, outside_bytes
-from forebay.estimate.step_time import (
-    Beside,
-    Elements,
-    ScheduleTimer,
-    ShardingTime,
-    StageTime,
-    StepOverhead,
-    StepTime,
-)
+from forebay.estimate.step_time import Beside, Elements, ScheduleTimer, ShardingTime, StageTime, StepOverhead, StepTime
 from forebay.estimate.types import ModelTrace, OpCost, PartTrace, StageLayers
 from forebay.estimate.walk import shortened, walk
 from forebay.kernels.token_rows import workspace_bytes

@@ -220,12 +220,7 @@ class TraceRun:
     """
 
     def __init__(
-        self,
-        model: Any,
-        shape: Shape,
-        known: Mapping[str, PartTrace],
-        forward_only: frozenset[str],
-        routers: int,
+        self, model: Any, shape: Shape, known: Mapping[str, PartTrace], forward_only: frozenset[str], routers: int
     ):
         self.model, self.shape = model, shape
         self.base = model.get_submodule(model.base_model_prefix)

@@ -33,14 +33,7 @@ from forebay.pipeline.p2p import DistLinks, Links, confirmed_by, neighbors
 from forebay.pipeline.partition import Partition, held_by
 from forebay.pipeline.peer_links import PeerLinks, PeerMailboxes, packet_bytes, slots_and_words, slots_of
 from forebay.pipeline.runtime import Balance, LocalBalance, PipelineRuntime, Stage, StageBalance, Watcher
-from forebay.pipeline.schedule import (
-    BACKWARD_WEIGHT,
-    FORWARD,
-    PipelinePlan,
-    forward_plan,
-    local_plan,
-    make_plan,
-)
+from forebay.pipeline.schedule import BACKWARD_WEIGHT, FORWARD, PipelinePlan, forward_plan, local_plan, make_plan
 from forebay.train.cuda_graph import CudaGraphStep, Microbatches, StepState
 from forebay.train.distributed import Mesh
 from forebay.train.heartbeat import ending_after

@@ -61,7 +61,6 @@ class LayerPlan:
     in_flight: tuple[int, ...]
 
     def stages(self, rank: int) -> dict[int, StageLayers]:
-        """The stages of a pipeline rank."""
         layers, last = self.partition.layers, len(self.partition.layers) - 1
         return {n: StageLayers(layers[n], n == 0, n == last) for n in self.partition.stages(rank)}
 
@@ -203,7 +202,6 @@ def layer_costs(config: Config, sharing: Sharing, traces: TraceCache) -> ModelCo
 
 
 def shape_of(config: Config, declared: Any, sharing: Sharing, skew: float = 1.0) -> Shape:
-    """The microbatch of a process."""
     c, p = config, config.parallel
     return Shape(
         c.train.sequence,
@@ -225,7 +223,6 @@ def shape_of(config: Config, declared: Any, sharing: Sharing, skew: float = 1.0)
 
 
 def sharing_of(config: Config, world: int) -> Sharing:
-    """How `world` processes share the model."""
     p, m = config.parallel, config.model
     parameter, compute = DTYPE_BYTES[m.dtype], DTYPE_BYTES[m.computed_in]
     batch = world // p.pp

@@ -104,7 +104,6 @@ class RunEstimator:
 
     @property
     def captured(self) -> bool:
-        """Whether the step is a CUDA graph."""
         return self.config.step.graph and not self.why_called
 
     @property
@@ -258,7 +257,6 @@ class RunEstimator:
         return [(front[0], front[1]), (whole[0] - front[0], whole[1] - front[1])]
 
     def _added(self, part: PartTrace, placement: str) -> float:
-        """See `Machine.added`."""
         kept, placed = (sum(map(self._takes, self.timer.sublayer(part, p))) for p in ("keep", placement))
         # One more write in forward, and a read.
         stashed = 2 * part.stash[1] / self.machine.copy_rate if placement == "stash" else 0.0
@@ -422,7 +420,6 @@ class StepTimer:
         return StageTime(tuple(forward), tuple(backward))
 
     def _placements_in(self, number: int) -> dict[str, str]:
-        """By the name of a layer's sublayer."""
         path = f"{self.run.prefix}.{number}"
         return {name: self.placements.get(f"{path}.{name}", "keep") for name in self.run.trace.layers[number].names}
 

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from forebay.estimate.fsdp import ParamGroup
 from forebay.estimate.parts import Part
 from forebay.estimate.state import Sharing
-from forebay.memory.solver import fit_link, is_interleaved, offload_all, plan_interleaved
+from forebay.memory.solver import plan_offload
 from forebay.memory.timeline import Plan, Timeline
 from forebay.pipeline.schedule import Action
 
@@ -34,9 +34,7 @@ class Link:
     everything: bool = False
 
     def plan(self, timeline: Timeline, paths: frozenset[str]) -> Plan:
-        if is_interleaved(timeline):
-            return plan_interleaved(timeline, paths, self.everything)
-        return offload_all(timeline, paths) if self.everything else fit_link(timeline, paths)
+        return plan_offload(timeline, paths, self.everything)
 
 
 @dataclass(frozen=True)

@@ -160,7 +160,6 @@ class Sharing:
 
     @property
     def world(self) -> int:
-        """All processes."""
         return self.batch * self.pp
 
     @property

@@ -14,14 +14,7 @@ import torch
 
 from forebay.memory.host_store import HostStore
 from forebay.memory.recorder import Peaks, Recorder, TimelineRecorder, TimingRecorder, TrialRecorder
-from forebay.memory.solver import (
-    Solver,
-    fit_link,
-    is_interleaved,
-    offload_all,
-    plan_interleaved,
-    under_budget,
-)
+from forebay.memory.solver import Solver, is_interleaved, plan_offload, under_budget
 from forebay.memory.timeline import (
     Assignment,
     CallFigures,
@@ -587,15 +580,12 @@ class Autotuner:
         return plan
 
     def _plan_offload(self, timeline: Timeline) -> Plan:
-        paths, everything = self._offload_paths, self._offload == "all"
-        if not self.alternating:
-            return offload_all(timeline, paths) if everything else fit_link(timeline, paths)
-        if self._auto:
+        if self.alternating and self._auto:
             raise PolicyError(
                 "policy='auto' needs steps in which every forward is followed by its backward; where forwards and backwards of "
                 "several microbatches alternate, name the regions to offload"
             )
-        return plan_interleaved(timeline, paths, everything)
+        return plan_offload(timeline, self._offload_paths, self._offload == "all")
 
     def _correct(self, recorder: TimingRecorder) -> None:
         """Plan with the times of the step that was just run as planned."""

@@ -206,7 +206,6 @@ class GradientEngine:
         return [Microbatch(*tokens, count, place if apart else None) for place, tokens in enumerate(microbatches)]
 
     def _begin(self, tokens: int) -> None:
-        """See `UnshardedStep.begin`."""
         self._unsharded.begin(tokens)
 
     def _capture(self) -> None:
@@ -292,7 +291,6 @@ class LocalGradients(GradientEngine):
 
 
 def captures(config: Config, mesh: Mesh) -> bool:
-    """Whether steps are captured in a CUDA graph."""
     return config.step.graph and mesh.device.type == "cuda"
 
 
@@ -303,7 +301,6 @@ def plan_of(config: Config, mesh: Mesh) -> PipelinePlan:
 
 
 def microbatches_of(config: Config, mesh: Mesh) -> int:
-    """The microbatches of each process in a step."""
     return config.microbatches(mesh.batch.size)
 
 

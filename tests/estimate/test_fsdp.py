@@ -15,7 +15,7 @@ from forebay.estimate.state import Sharing
 
 MIB = 1 << 20
 ELEMENTS = 64 << 20  # of embedding and head each
-TWO = Sharing(data=2, sharded=True, parameter=4, compute=2, summed=4, gathered=True, pp=2)
+TWO = Sharing(data=2, sharded=True, parameter=4, compute=2, summed=4, engine=True, pp=2)
 
 
 def ends(*names: str, late: bool = True, tied: bool = False) -> tuple[CachingAllocator, UnshardedLifecycle]:
@@ -106,7 +106,7 @@ def test_an_engines_replicas_reduce_in_place() -> None:
     """Of one process each: a sum becomes the gradient where it is."""
     group = ParamGroup(-1, False, 1, (GroupParam("head", "head", ELEMENTS, ELEMENTS, ELEMENTS),))
     allocator = CachingAllocator()
-    sharing = Sharing(replicate=2, sharded=True, parameter=4, compute=2, summed=4, gathered=True, pp=2)
+    sharing = Sharing(replicate=2, sharded=True, parameter=4, compute=2, summed=4, engine=True, pp=2)
     params = UnshardedLifecycle(allocator, [group], sharing, "compute", late=False, keep=True)
     assert [step(allocator, params) for _ in range(2)] == [[256, 256, 256, 256]] * 2
 
@@ -119,7 +119,7 @@ def test_resharded_experts_are_gathered_for_each_use(processes: int, weights: in
     experts = tuple(GroupParam(str(n), "", size // processes, size, size) for n in range(weights))
     groups = [ParamGroup(n, True, processes, experts) for n in range(2)]
     sharing = Sharing(
-        data=processes, sharded=True, parameter=4, compute=2, summed=2, gathered=True, reshard=True, apart=True
+        data=processes, sharded=True, parameter=4, compute=2, summed=2, engine=True, reshard=True, apart=True
     )
     allocator = CachingAllocator()
     params = UnshardedLifecycle(allocator, groups, sharing, "compute", late=False, keep=True)

@@ -56,7 +56,7 @@ def walked(stage: list[Part], rate: float, least: int, everything: bool = False,
     alone = Sharing(sharded=False, parameter=4, compute=4, random=False)
     run = RankRun(
         [], alone, {0: [EMBEDDING, *stage]}, local_plan(microbatches, False).actions[0],
-        summed=0, hidden=16 * MIB, least=least,
+        adding_tokens=0, hidden=16 * MIB, least=least,
         link=Link((rate, rate), ten_seconds, everything),
     )  # fmt: skip
     return walk(run)
@@ -107,7 +107,7 @@ def test_a_measured_step_of_an_engine_moves_one_call_at_a_time() -> None:
     its forward is over. In backward the attention's return after the experts, not before."""
     allocator = CachingAllocator()
     link = Link((1.0, 1.0), lambda part: [(1.0, 1.0)] * (1 + (part.events.experts_h > 0)))
-    engine = RankRun([], Sharing(gathered=True), {}, [], 0, 16 * MIB, least=MIB, link=link)
+    engine = RankRun([], Sharing(engine=True), {}, [], 0, 16 * MIB, least=MIB, link=link)
     manager = OffloadManager(allocator, 0, engine)
     sizes = {1: 3 * MIB, 2: 5 * MIB}
     whole = replace(events(3 * MIB), forward=((1, sizes[1]), (2, sizes[2]), (3, 16 * MIB)), saved=(0, 1, 2))
@@ -253,8 +253,8 @@ def test_forwards_and_backwards_that_overlap_are_recorded_in_the_order_in_which_
     both = Action("OVERLAP_F_B", -1, -1, (Action("F", 0, 1), Action("B", 0, 0)))
     actions = [Action("F", 0, 0), Action("RECV_B", 0, 0), both, Action("RECV_B", 0, 1), Action("B", 0, 1)]
     run = RankRun(
-        [], Sharing(data=2, sharded=True, gathered=True, pp=2, random=False), {0: [EMBEDDING, *parts(64 * MIB)]}, actions,
-        summed=0, hidden=16 * MIB, link=Recording((MIB, MIB), ten_seconds, everything=True),
+        [], Sharing(data=2, sharded=True, engine=True, pp=2, random=False), {0: [EMBEDDING, *parts(64 * MIB)]}, actions,
+        adding_tokens=0, hidden=16 * MIB, link=Recording((MIB, MIB), ten_seconds, everything=True),
     )  # fmt: skip
     plan = walk(run).plan
     (timeline,) = recorded
@@ -276,5 +276,5 @@ def test_a_step_of_a_manager_is_a_microbatch_where_each_backward_ends_before_the
     schedule: str, interleaves: list[bool]
 ) -> None:
     plan, alone = make_plan(schedule, 3, 6), Sharing(sharded=False, parameter=4, compute=4, random=False)
-    ranks = [RankRun([], alone, {}, list(plan.computations(rank)), summed=0, hidden=1) for rank in range(3)]
+    ranks = [RankRun([], alone, {}, list(plan.computations(rank)), adding_tokens=0, hidden=1) for rank in range(3)]
     assert [run.interleaves for run in ranks] == interleaves

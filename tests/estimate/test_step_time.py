@@ -317,7 +317,7 @@ def test_a_band_has_room_for_a_slower_host() -> None:
 # Memory of 1000 bytes/s; links of 10 bytes/s.
 DEVICE = device(all_gather=10, reduce_scatter=10)
 FOUR = Sharing(data=4, sharded=True, parameter=4, compute=2, summed=4)
-ENGINE = replace(FOUR, gathered=True, reshard=False)
+ENGINE = replace(FOUR, engine=True, reshard=False)
 PART = Elements(1000)
 COPIED = (250 * 6 + 2 * 1000 * 2) / 1000  # the own quarter is cast, and what arrives is copied
 SENT = 1000 * 2 * 3 / 4 / 10
@@ -348,7 +348,7 @@ def test_an_engine_gathers_and_reduces_once_a_step_and_nothing_hides_it() -> Non
 
 def test_an_engine_that_reshards_experts_gathers_them_for_each_use() -> None:
     """The experts of this process alone: a gather to itself is a cast."""
-    sharding = ShardingTime(DEVICE, replace(FOUR, ep=4, gathered=True, reshard=True, apart=True), 8)
+    sharding = ShardingTime(DEVICE, replace(FOUR, ep=4, engine=True, reshard=True, apart=True), 8)
     again = 1000 * 6 / 1000
     # Gradients are added to their sums as they are made: `Clock.seconds` has that.
     assert sharding.layer(Elements(0, 1000), HIDDEN) == pytest.approx((again, again))
@@ -396,7 +396,7 @@ def test_replicas_all_reduce_a_shard_once_a_step() -> None:
     # FSDP2 does both at once, and the longer one counts. Each microbatch is reduced inside the replica.
     ends = overhead(ShardingTime(links, replace(FOUR, replicate=2, sums=False), 4), ends=1000)
     assert ends.reduce == pytest.approx(4 * (REDUCED_EACH + max(REDUCED_SENT, across / 4)))
-    alone = ShardingTime(links, replace(FOUR, data=1, replicate=2, gathered=True), 1)
+    alone = ShardingTime(links, replace(FOUR, data=1, replicate=2, engine=True), 1)
     assert overhead(alone, ends=1000).reduce == pytest.approx(1000 * 4 / 2 * (1 / 10 + 1 / 10))
 
 

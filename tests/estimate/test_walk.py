@@ -52,7 +52,7 @@ EMBEDDING = Part(
 
 
 def rank(parts: list[Part], microbatches: int = 1, groups: list[ParamGroup] | None = None, **more: Any) -> RankRun:
-    given = {"summed": 0, "hidden": 16 * MIB, **more}
+    given = {"adding_tokens": 0, "hidden": 16 * MIB, **more}
     actions = shortened(local_plan(microbatches, False).actions[0], False)
     return RankRun(groups or [], ALONE, {0: [EMBEDDING, *parts]}, actions, **given)
 
@@ -165,7 +165,7 @@ def test_an_arena_of_pages_is_made_outside_of_the_graphs_stream() -> None:
 def test_a_graph_that_cannot_be_captured_leaves_weights_gathered() -> None:
     """64 Mi of them in 2 bytes, as the trainer gathers to the same memory from the first step on."""
     group = ParamGroup(0, False, 1, (GroupParam("w", "", 64 * MIB, 64 * MIB, 64 * MIB),))
-    alone = Sharing(sharded=True, parameter=4, compute=2, summed=4, gathered=True, random=False)
+    alone = Sharing(sharded=True, parameter=4, compute=2, summed=4, engine=True, random=False)
 
     def held(**more: bool) -> int:
         run = AllocatorRun(replace(rank([part(0, "l.0.mlp", MIB, MIB)], groups=[group], **more), sharing=alone))
@@ -181,7 +181,7 @@ def test_a_replay_gathers_in_the_memory_of_its_graph(processes: int) -> None:
     weights are. Workspaces are the graph's."""
     own = 64 * MIB // processes
     group = ParamGroup(0, False, processes, (GroupParam("w", "", own, 64 * MIB, 64 * MIB),))
-    alone = Sharing(sharded=True, parameter=4, compute=2, summed=4, gathered=True, random=False, data=processes)
+    alone = Sharing(sharded=True, parameter=4, compute=2, summed=4, engine=True, random=False, data=processes)
     sublayer = part(0, "l.0.mlp", MIB, MIB)
     product = replace(sublayer, events=replace(sublayer.events, forward=((-1, Mark.MATMUL), *sublayer.events.forward)))
     given = replace(rank([product], groups=[group], graph=True), sharing=alone)
@@ -203,10 +203,15 @@ def test_an_engine_without_fsdp_makes_gradients_in_its_first_backward() -> None:
         x=0, output=3, gradient=4, dx=6, saved=(0,), weight_grads={10: "w"}, transferred=NONE,
     )  # fmt: skip
     group = ParamGroup(0, False, 1, (GroupParam("w", "", 100 * MIB, 100 * MIB, 100 * MIB),))
-    alone = Sharing(sharded=False, parameter=2, compute=2, gathered=True, random=False)
+    alone = Sharing(sharded=False, parameter=2, compute=2, engine=True, random=False)
     actions = local_plan(2, True).actions[0]
     run = RankRun(
-        [group], alone, {0: [EMBEDDING, Part("l.0.mlp", 0, events, mlp=True)]}, actions, summed=0, hidden=16 * MIB
+        [group],
+        alone,
+        {0: [EMBEDDING, Part("l.0.mlp", 0, events, mlp=True)]},
+        actions,
+        adding_tokens=0,
+        hidden=16 * MIB,
     )
     levels = walk(run, steps=1).levels
     grads = {level.action: level.by_role[GRADIENTS] // MIB for level in levels if level.where == "l.0.mlp forward"}
@@ -221,7 +226,7 @@ def test_masks_are_held_until_the_first_layer_has_run_backward() -> None:
     assert more.levels[-1].allocated == plain.levels[-1].allocated
 
 
-ENGINE = Sharing(sharded=False, parameter=2, compute=2, gathered=True, random=False)
+ENGINE = Sharing(sharded=False, parameter=2, compute=2, engine=True, random=False)
 
 
 @pytest.mark.parametrize(("sharing", "workspaces"), [(ALONE, 2), (ENGINE, 1)])
@@ -295,7 +300,14 @@ def test_overlapped_layers_without_transfers_take_turns_as_with_them(monkeypatch
     monkeypatch.setattr(CachingAllocator, "malloc", malloc)
     actions = local_plan(2, True).actions[0]
     walk(
-        RankRun([], ENGINE, {0: [EMBEDDING, Part("l.0.mlp", 0, events, mlp=True)]}, actions, summed=0, hidden=16 * MIB),
+        RankRun(
+            [],
+            ENGINE,
+            {0: [EMBEDDING, Part("l.0.mlp", 0, events, mlp=True)]},
+            actions,
+            adding_tokens=0,
+            hidden=16 * MIB,
+        ),
         steps=1,
     )
     backward = ["experts'", "weights", "front'"]
@@ -311,7 +323,9 @@ def test_an_engine_makes_masks_once_from_hidden_states_of_its_own() -> None:
     )  # fmt: skip
     first = part(0, "l.0.self_attn", 0, 0, shared=40 * MIB, given=(60 * MIB,), unused=400 * MIB)
     parts = [EMBEDDING, first, Part("head", "head", head)]
-    run = AllocatorRun(RankRun([], ENGINE, {0: parts}, local_plan(2, False).actions[0], summed=0, hidden=16 * MIB))
+    run = AllocatorRun(
+        RankRun([], ENGINE, {0: parts}, local_plan(2, False).actions[0], adding_tokens=0, hidden=16 * MIB)
+    )
     found = run.steps(2)
     assert found.peak.allocated - WORKSPACE == (16 + 16 + 400 + 40 + 60 + 64 + 16) * MIB
     assert run.allocator.allocated == (40 + 60) * MIB + WORKSPACE
@@ -326,7 +340,7 @@ def test_masks_that_nothing_saves_are_held_for_a_forward() -> None:
     assert found["l.1.self_attn forward"] == 145 * MIB and found["l.0.self_attn backward"] <= MIB
 
 
-TWO = Sharing(data=2, sharded=True, parameter=4, compute=2, summed=4, gathered=True, pp=2, random=False)
+TWO = Sharing(data=2, sharded=True, parameter=4, compute=2, summed=4, engine=True, pp=2, random=False)
 
 
 @pytest.mark.parametrize("at_once", [False, True])
@@ -336,7 +350,7 @@ def test_gradients_of_embedded_tokens_wait_unless_they_are_added_at_once(at_once
     def most(microbatches: int, spread: int = 32 * MIB) -> int:
         sublayer = part(0, "l.0.mlp", 8 * MIB, 4 * MIB)
         actions = [Action(kind, 0, n) for n in range(microbatches) for kind in ("F", "RECV_B", "B")]
-        given = rank([sublayer], summed=spread, at_once=at_once)
+        given = rank([sublayer], adding_tokens=spread, at_once=at_once)
         return walk(replace(given, sharing=TWO, actions=actions), steps=1).peak.allocated
 
     few, many, more = most(4), most(12), most(20)
@@ -442,7 +456,7 @@ def test_weight_gradients_in_place_are_never_allocated(actions: tuple[str, ...])
             replace(TWO, summed=summed),
             {0: [EMBEDDING, sublayer]},
             [Action(kind, 0, 0) for kind in actions],
-            summed=0,
+            adding_tokens=0,
             hidden=16 * MIB,
         )
         return walk(given, steps=1).peak.allocated

@@ -26,7 +26,7 @@ from forebay.memory.host_store import HostStore, Traffic
 from forebay.memory.recorder import Peaks, TimelineRecorder, TimingRecorder, TrialRecorder
 from forebay.memory.solver import Solver, fit_link, offload_all, under_budget
 from forebay.memory.storage import storable, storage_bytes
-from forebay.memory.timeline import Assignment, CallFigures, Key, Plan, Rates, Timeline, TimelineEvent, simulate
+from forebay.memory.timeline import Assignment, CallFigures, Key, Plan, Timeline, TimelineEvent, simulate
 from forebay.policy import BudgetError
 from tests.memory.devices import SimulatedDevice
 from tests.memory.networks import ROWS, gradients, manage, network, same
@@ -271,8 +271,8 @@ class Replayed(TimingRecorder):
     def waited(self) -> float:
         return self._waited
 
-    def retimed(self, timeline: Timeline, rates: Rates) -> Timeline:
-        return replace(timeline, out_rate=10e9, back_rate=10e9, opening_rate=rates.opening, closing_rate=rates.closing)
+    def retimed(self, timeline: Timeline) -> Timeline:
+        return replace(timeline, out_rate=10e9, back_rate=10e9)
 
 
 class Recorded(TimelineRecorder):
@@ -324,7 +324,9 @@ def test_rates_of_all_copies_and_of_some() -> None:
 
 def test_a_step_s_ends_have_rates_of_their_own_if_each_call_has_one_copy() -> None:
     tuner = planned()
-    assert tuner.plan is not None
+    assert tuner.plan is not None and tuner.timeline is not None
+    before = tuner.timeline
+    assert tuner._with_rates(before) == replace(before, opening_rate=None, closing_rate=None), "nothing was copied"
     count = len(tuner.plan.offload)
     assert count >= 6
     first = sum(("layer0", m) in tuner.plan.offload for m in range(4))
@@ -332,13 +334,12 @@ def test_a_step_s_ends_have_rates_of_their_own_if_each_call_has_one_copy() -> No
     assert first and last
     copies(tuner._store.outbound, [1.0] * first + [2.0] * (count - first))
     copies(tuner._store.inbound, [4.0] * (count - last) + [3.0] * last)
-    rates = tuner._rates()
-    assert rates.opening == pytest.approx(1e9) and rates.closing == pytest.approx(MB / 3e-3)
-    assert rates.out is not None and rates.back is not None
-    assert 5e8 < rates.out < rates.opening and 2.5e8 < rates.back < rates.closing
+    found = tuner._with_rates(before)
+    assert found.opening_rate == pytest.approx(1e9) and found.closing_rate == pytest.approx(MB / 3e-3)
+    assert 5e8 < found.out_rate < 1e9 and 2.5e8 < found.back_rate < MB / 3e-3
     copies(tuner._store.inbound, [1.0])
-    more = tuner._rates()
-    assert more.opening is more.closing is None and more.out == rates.out
+    more = tuner._with_rates(before)
+    assert more.opening_rate is more.closing_rate is None and more.out_rate == found.out_rate
 
 
 @pytest.mark.parametrize("late", [False, True])
@@ -372,7 +373,7 @@ def test_what_leaves_in_a_graph_of_several_microbatches_is_what_the_link_carries
             return replace(called, out_rate=1e9, back_rate=1e9)
 
     class OfOne(Replayed):
-        def retimed(self, timeline: Timeline, rates: Rates) -> Timeline:
+        def retimed(self, timeline: Timeline) -> Timeline:
             return slow
 
     paths = paths_of(timeline)
@@ -403,7 +404,7 @@ class InGraph(Replayed):
         super().__init__(waited=0.05)
         self._timeline, self._tuner = timeline, tuner
 
-    def retimed(self, timeline: Timeline, rates: Rates) -> Timeline:
+    def retimed(self, timeline: Timeline) -> Timeline:
         assert self._tuner.plan is not None
         events = []
         for given, true in zip(timeline.events[:-1], self._timeline.events, strict=False):

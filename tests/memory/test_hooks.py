@@ -488,7 +488,7 @@ def offloading(monkeypatch: pytest.MonkeyPatch, regions: set[str]) -> tuple[nn.S
         planned = sum(size[key][item] for key, items in offload.items() for item in items)
         return replace(plan, offload=offload, planned_bytes=planned)
 
-    monkeypatch.setattr(autotune, "plan_interleaved", chosen)
+    monkeypatch.setattr(autotune, "plan_offload", chosen)
     model = network(block=Squared, count=4)
     mem = manage(model, "offload")
     mem.follow([(str(i), m) for m in range(MICROBATCHES) for i in reversed(range(4))], steady=True)

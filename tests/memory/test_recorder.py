@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from forebay.memory.recorder import Peaks, TimelineRecorder, TimingRecorder, TrialRecorder, highest_rise, requested
-from forebay.memory.timeline import Assignment, CallFigures, Rates, Timeline, TimelineEvent, simulate
+from forebay.memory.timeline import Assignment, CallFigures, Timeline, TimelineEvent, simulate
 from tests.helpers import fill_free_parts
 from tests.memory.devices import SimulatedDevice
 
@@ -97,8 +97,8 @@ def run(
     return recorder
 
 
-def retimed(recorder: TimingRecorder, timeline: Timeline = TIMELINE, rates: Rates | None = None) -> Timeline:
-    found = recorder.retimed(timeline, rates or Rates())
+def retimed(recorder: TimingRecorder, timeline: Timeline = TIMELINE) -> Timeline:
+    found = recorder.retimed(timeline)
     assert found is not None
     return found
 
@@ -111,19 +111,13 @@ def test_shorter_times_count_and_waits_do_not(device: SimulatedDevice) -> None:
     assert [m.seconds for m in timeline.events] == pytest.approx([0.004, 0.005, 0.010, 0.010])
     assert timeline.calls[0].seconds == pytest.approx(4e-3 * 29 / 40)
     assert recorder.waited() == pytest.approx(4 / 32)
-    assert recorder.retimed(replace(TIMELINE, events=TIMELINE.events[:3]), Rates()) is None, "another step"
+    assert recorder.retimed(replace(TIMELINE, events=TIMELINE.events[:3])) is None, "another step"
 
 
 def test_idle_times_are_told_apart(device: SimulatedDevice) -> None:
     timeline = retimed(run(device, idle=(2, None, 15, None)))
     assert [m.idle for m in timeline.events] == pytest.approx([0.003, 0.0, 0.016, 0.0])
     assert [m.seconds for m in timeline.events] == pytest.approx([0.002, 0.006, 0.004, 0.010])
-
-
-def test_rates_are_the_step_s_where_it_copied(device: SimulatedDevice) -> None:
-    timeline = retimed(run(device), replace(TIMELINE, memory_rate=4e12), Rates(out=4e8, opening=5e8))
-    assert (timeline.out_rate, timeline.back_rate) == (4e8, 1e9)
-    assert (timeline.opening_rate, timeline.closing_rate, timeline.memory_rate) == (5e8, None, 4e12)
 
 
 @pytest.mark.parametrize(

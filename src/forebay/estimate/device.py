@@ -89,6 +89,10 @@ class DeviceProfile:
     def at(self, name: str, size: float = 0.0) -> float:
         return self.figures[name].at(size)
 
+    def moving(self, count: float) -> float:
+        """Seconds in which a kernel reads and writes so many bytes together."""
+        return count / self.at("bandwidth", count)
+
     def link(self, name: str, within: bool, size: float) -> float:
         """The rate of a collective within a node, or between nodes."""
         return self.at(name if within else f"{name}_between", size)

@@ -11,14 +11,7 @@ from collections.abc import Hashable
 from operator import attrgetter
 
 from forebay.errors import UsageError
-from forebay.estimate.allocator import (
-    ADDRESS_BITS,
-    LARGE_SEGMENT,
-    SMALL_SEGMENT,
-    Block,
-    CachingAllocator,
-    FreeBlocks,
-)
+from forebay.estimate.allocator import ADDRESS_BITS, LARGE_SEGMENT, SMALL_SEGMENT, Block, CachingAllocator, FreeBlocks
 from forebay.estimate.types import GPU_BLOCK
 
 _ADDRESSES = 1 << ADDRESS_BITS - 1  # of a segment; torch takes 9/8 of the GPU's memory

@@ -124,7 +124,7 @@ def least_bytes(groups: Sequence[ParamGroup], sharing: Sharing) -> int:
     parameters and sums of gradients, without the embedding's, which may come later."""
     s = sharing
     found = 3 * s.parameter * sum(group.own for group in groups)
-    if s.gathered and s.sharded:
+    if s.engine and s.sharded:
         gathered = (g for g in groups if not (g.experts and s.gathers_experts))
         found += s.compute * sum(p.own * g.processes for g in gathered for p in g.params if not p.lent)
         found += sum(p.own for g in groups for p in g.params if p.split) // BITS
@@ -294,7 +294,7 @@ class _Sharded(ParamLifecycle):
             return
         # `foreach_reduce` names the last gradient in a loop over them, and so holds it until it returns.
         held = sums[-1:] if group.processes > 1 else []
-        if not self._in_place(number):
+        if not self._needs_no_copy(number):
             self._allocator.free_all(self._sending)
             self._sending = [self._allocator.malloc(s.summed * group.trained * group.processes, self._stream)]
             if s.gpu:  # `chunk_cat` lists its blocks of threads: eight bytes for 2 KiB of a process's part
@@ -316,7 +316,7 @@ class _Sharded(ParamLifecycle):
             else:
                 self._partial[number] = reduced
             return
-        if s.summed != s.parameter and not self._in_place(number):  # else the update casts it
+        if s.summed != s.parameter and not self._needs_no_copy(number):  # else the update casts it
             reduced = self._cast(reduced, s.parameter * own)
         if number in self._partial:
             self._allocator.free(self._partial.pop(number))
@@ -336,9 +336,12 @@ class _Sharded(ParamLifecycle):
         return group.processes == 1
 
     def is_late(self, number: int) -> bool:
-        return self._s.summed != self._s.parameter and (self._stays(self._groups[number]) or self._in_place(number))
+        return self._s.summed != self._s.parameter and (
+            self._stays(self._groups[number]) or self._needs_no_copy(number)
+        )
 
-    def _in_place(self, number: int) -> bool:
+    def _needs_no_copy(self, number: int) -> bool:
+        """Whether a group's gradient is sent from where it was summed."""
         return False
 
     def _free_sums(self, sums: Iterable[Block]) -> None:
@@ -606,13 +609,13 @@ class UnshardedLifecycle(_Sharded):
                 self._sum_embedding(n, spread)
                 if not self._graph_sums:
                     self._allocator.free_all(rows)
-            if not (self._keep or self._in_place(n)):
+            if not (self._keep or self._needs_no_copy(n)):
                 self._reshard(n)
             if group.processes > 1:
                 if group.kinds == ["head"] and self._reuses_head:
                     (self._head_sum,) = self._sums[n]
                 self._reduce(n)
-            if self._in_place(n):  # resharded after it was sent
+            if self._needs_no_copy(n):  # resharded after it was sent
                 self._allocator.clear(self._sending)
                 if not self._keep:
                     self._reshard(n)
@@ -636,7 +639,7 @@ class UnshardedLifecycle(_Sharded):
             else:
                 self._sums[number].insert(0, total)  # a group's first parameter
 
-    def _in_place(self, number: int) -> bool:
+    def _needs_no_copy(self, number: int) -> bool:
         group = self._groups[number]
         return group.processes > 1 and len(group.params) == 1 and group.own * group.processes == group.params[0].whole
 
@@ -652,6 +655,6 @@ def lifecycle(
     """The lifecycle of a run. `unsharded`: what an `UnshardedLifecycle` is told besides."""
     if not sharing.sharded:
         return PlainLifecycle(allocator)
-    if sharing.gathered:
+    if sharing.engine:
         return UnshardedLifecycle(allocator, groups, sharing, stream, **unsharded)
     return FsdpLifecycle(allocator, groups, sharing, stream)

@@ -318,12 +318,7 @@ def _verdict(fit: Fit) -> str:
 
 
 def plan_trainer(
-    source: str,
-    given: Iterable[str],
-    overrides: Iterable[str],
-    world: int,
-    budget: int | None,
-    device: DeviceProfile,
+    source: str, given: Iterable[str], overrides: Iterable[str], world: int, budget: int | None, device: DeviceProfile
 ) -> TrainerPlan:
     """Plan both runs on `world` GPUs. Without a policy in `overrides`, the managed run keeps everything, or, where that does not
     fit `budget`, has chosen placements.

@@ -70,7 +70,6 @@ class _Graph:
     inputs: frozenset[int]
 
     def peak(self, order: Sequence[_Kernel]) -> int:
-        """Bytes at the highest point of an order."""
         last = {n: at for at, kernel in enumerate(order) for n in (*kernel.makes, *kernel.reads)}
         level = most = sum(self.sizes[n] for n in self.inputs if n in last)
         for at, kernel in enumerate(order):

@@ -19,19 +19,9 @@ from forebay.estimate.types import ModelTrace, OpCost, PartTrace
 from forebay.pipeline.partition import StageLayer
 
 _RATES: Mapping[str, str] = MappingProxyType(
-    {
-        "gemm": "matmul_bf16",
-        "gemm_sum": "matmul_bf16",
-        "gemm_fp32": "matmul_fp32",
-        "gemm_unaligned": "matmul_bf16",
-        "grouped": "grouped",
-        "grouped_weights": "grouped_weights",
-        "attention": "attention",
-        "attention_backward": "attention_backward",
-    }
+    {"gemm": "matmul_bf16", "gemm_sum": "matmul_bf16", "gemm_fp32": "matmul_fp32", "gemm_unaligned": "matmul_bf16"}
 )
-
-
+"""The figures of operations whose kind is not the name of their figure."""
 _UNVECTORIZED = 1.2e-12
 """Seconds of the multiprocessors, whatever the memory, for each element that an unvectorized kernel reads or writes. On an H100
 and an H200 alike, bf16 moves at 1.5 TB/s (`forebay.kernels.cross_entropy.scale`, and five kernels of 2.8 GB in run 10 of the
@@ -147,10 +137,10 @@ class Clock:
         gap = op.launches * self.device.at("kernel")
         if op.kind == "all_to_all":
             return self._all_to_all(op.bytes) + gap if op.bytes else 0.0
-        moved = self.moved(op.bytes)
+        moved = self.device.moving(op.bytes)
         if op.kind == "pointwise":
             return math.hypot(moved, _UNVECTORIZED * op.loads) + gap
-        rate = self.device.at("matmul_fp32" if self.wide else _RATES[op.kind], op.flops)
+        rate = self.device.at("matmul_fp32" if self.wide else _RATES.get(op.kind, op.kind), op.flops)
         computed = op.flops * op.padding / rate
         match op.kind:
             case "gemm_unaligned":
@@ -160,7 +150,7 @@ class Clock:
             case "gemm_fp32" if not self.wide:
                 moved /= _SKINNY
             case "grouped_weights" if self.sums:
-                moved = self.moved(op.bytes + (self.sums - 1) * op.matrices) / _SUMS
+                moved = self.device.moving(op.bytes + (self.sums - 1) * op.matrices) / _SUMS
                 # A tile's products hide a part of another's sums.
                 return ((computed / _ADDED) ** 1.5 + moved**1.5) ** (2 / 3) + gap
             case "grouped" | "grouped_weights" if not self.wide:
@@ -170,11 +160,11 @@ class Clock:
     def _tiled(self, op: OpCost) -> float:
         """`F.grouped_mm` in bf16: whole tiles, in turns of all multiprocessors. Large products run at the rate that power allows,
         that of the largest one in the profile."""
-        turns, moved = -(-op.tiles // _PAIRS), self.moved(op.bytes) / _MATRICES
+        turns, moved = -(-op.tiles // _PAIRS), self.device.moving(op.bytes) / _MATRICES
         depth, store, power = (_SMALL_DEPTH, _SMALL_STORE, _SMALL_TILED) if op.small else (_DEPTH, _STORE, _TILED)
         computed = turns * (op.depth * depth + store) * _RATE / self.device.at("grouped", math.inf)
         waits = (computed**power + moved**power) ** (1 / power)
-        return max(waits, op.flops / self.device.at(_RATES[op.kind], math.inf))
+        return max(waits, op.flops / self.device.at(op.kind, math.inf))
 
     def _all_to_all(self, count: float) -> float:
         """The transfers within the node and between nodes run at once, or one after the other where rows cross once a node."""
@@ -187,9 +177,6 @@ class Clock:
 
     def _link(self, within: bool, count: float) -> float:
         return count / self.device.link("all_to_all", within, count) if count else 0.0
-
-    def moved(self, count: float) -> float:
-        return count / self.device.at("bandwidth", count)
 
 
 _SYNCHRONIZED: Mapping[str, float] = {"nccl": 3.0e-3, "symmetric": 1.4e-3}

@@ -61,27 +61,26 @@ class LayerPlan:
     in_flight: tuple[int, ...]
 
     def stages(self, rank: int) -> dict[int, StageLayers]:
-        """The stages of a pipeline rank."""
         layers, last = self.partition.layers, len(self.partition.layers) - 1
         return {n: StageLayers(layers[n], n == 0, n == last) for n in self.partition.stages(rank)}
 
     def rows(self) -> list[dict[str, Any]]:
         """By pipeline rank: its stages with their layers and microbatches in flight, share of time, and bytes."""
-        p, last = self.partition, len(self.partition.layers) - 1
+        p = self.partition
         assert p.time is not None and p.memory is not None
         return [
             {
                 "rank": rank,
                 "stages": [
                     {
-                        "stage": stage,
-                        "layers": [layer.number for layer in p.layers[stage] if layer.is_whole],
-                        "sublayers": [str(layer) for layer in p.layers[stage] if not layer.is_whole],
-                        "embedding": stage == 0,
-                        "head": stage == last,
-                        "in_flight": self.in_flight[stage],
+                        "stage": number,
+                        "layers": [layer.number for layer in stage.layers if layer.is_whole],
+                        "sublayers": [str(layer) for layer in stage.layers if not layer.is_whole],
+                        "embedding": stage.embedding,
+                        "head": stage.head,
+                        "in_flight": self.in_flight[number],
                     }
-                    for stage in p.stages(rank)
+                    for number, stage in self.stages(rank).items()
                 ],
                 "time_share": time / sum(p.time),
                 "activation_bytes": round(p.memory[rank]),
@@ -203,7 +202,6 @@ def layer_costs(config: Config, sharing: Sharing, traces: TraceCache) -> ModelCo
 
 
 def shape_of(config: Config, declared: Any, sharing: Sharing, skew: float = 1.0) -> Shape:
-    """The microbatch of a process."""
     c, p = config, config.parallel
     return Shape(
         c.train.sequence,
@@ -220,12 +218,11 @@ def shape_of(config: Config, declared: Any, sharing: Sharing, skew: float = 1.0)
         balance=hf_io.balance_coefficient(declared) != 0,
         block=GPU_BLOCK if sharing.gpu else 1,
         gpu=sharing.gpu,
-        deferred_weight_grads=sharing.gathered,
+        deferred_weight_grads=sharing.engine,
     )
 
 
 def sharing_of(config: Config, world: int) -> Sharing:
-    """How `world` processes share the model."""
     p, m = config.parallel, config.model
     parameter, compute = DTYPE_BYTES[m.dtype], DTYPE_BYTES[m.computed_in]
     batch = world // p.pp
@@ -240,7 +237,7 @@ def sharing_of(config: Config, world: int) -> Sharing:
         parameter=parameter,
         compute=compute,
         summed=4 if p.gradients == "float32" and sharded else compute,
-        gathered=config.has_engine,
+        engine=config.has_engine,
         reshard=config.step.reshard,
         apart=sharded and config.experts_apart,
         sums=several and p.reduce == "step",

@@ -90,12 +90,7 @@ class Tally:
 
     received: int | None
 
-    def __init__(
-        self,
-        fused: bool,
-        origins: Callable[[Tensor], frozenset[int]],
-        origin_size: Callable[[int], int],
-    ):
+    def __init__(self, fused: bool, origins: Callable[[Tensor], frozenset[int]], origin_size: Callable[[int], int]):
         self.live, self.received, self.ranks = 1.0, None, 1
         self._fused, self._origins, self._origin_size = fused, origins, origin_size
         self._done: list[OpCost] = []

@@ -168,7 +168,7 @@ class ChoiceCosts:
             budget: bytes that the rank may take; if no choice fits, the one that takes least is returned.
             used: bytes that the rank takes with these placements by path.
         """
-        peak = cache(lambda chosen: used(self.placements(chosen)))
+        peak = cache(lambda chosen: used({o.path: o.placement for o in self.placed(chosen)}))
 
         def fits(chosen: Chosen) -> bool:
             return bool(peak(chosen) <= budget)
@@ -189,10 +189,6 @@ class ChoiceCosts:
         chosen = min(tried, key=self.order)
         seconds, waited = self.seconds(chosen)
         return Choice(rank, self.placed(chosen), seconds, waited if self._waits else 0.0, peak(chosen))
-
-    def placements(self, chosen: Chosen) -> dict[str, str]:
-        """By path."""
-        return {o.path: o.placement for o in self.placed(chosen)}
 
     def placed(self, chosen: Chosen) -> tuple[Option, ...]:
         """Those that are not kept."""

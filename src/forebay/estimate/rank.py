@@ -24,15 +24,7 @@ from forebay.estimate.parts import Part, part_of, placed_parts
 from forebay.estimate.placement import Choice, ChoiceCosts, Machine, Option, option, rank_options
 from forebay.estimate.rank_run import Link, RankRun, StepLevel, Walked
 from forebay.estimate.state import Sharing, Weight, WeightShapes, outside_bytes
-from forebay.estimate.step_time import (
-    Beside,
-    Elements,
-    ScheduleTimer,
-    ShardingTime,
-    StageTime,
-    StepOverhead,
-    StepTime,
-)
+from forebay.estimate.step_time import Beside, Elements, ScheduleTimer, ShardingTime, StageTime, StepOverhead, StepTime
 from forebay.estimate.types import ModelTrace, OpCost, PartTrace, StageLayers
 from forebay.estimate.walk import shortened, walk
 from forebay.kernels.token_rows import workspace_bytes
@@ -96,10 +88,6 @@ class RunEstimator:
     budget: int | None
     auto: int | None
 
-    @property
-    def engine(self) -> bool:
-        return self.sharing.gathered
-
     @cached_property
     def machine(self) -> Machine:
         def seconds(part: PartTrace) -> tuple[float, float]:
@@ -108,7 +96,7 @@ class RunEstimator:
 
         device = self.clock.device
         out_rate, back_rate, *ends = device.host(self.sharing.world, self.sharing.pp > 1)
-        return Machine(seconds, self._added, out_rate, back_rate, device.at("bandwidth", 1 << 30), tuple(ends))
+        return Machine(seconds, cache(self._added), out_rate, back_rate, device.at("bandwidth", 1 << 30), tuple(ends))
 
     @cached_property
     def timer(self) -> LayerTimer:
@@ -116,7 +104,6 @@ class RunEstimator:
 
     @property
     def captured(self) -> bool:
-        """Whether the step is a CUDA graph."""
         return self.config.step.graph and not self.why_called
 
     @property
@@ -217,12 +204,12 @@ class RunEstimator:
         placed, measured = self._placed(number, placements), None
         if self._measures:
             measured = self._placed(number, {part.path: "offload" for part in chain(*placed.values())})
-        router_loss = self.trace.router_loss if self.engine and not pipeline else None
+        router_loss = self.trace.router_loss if self.sharing.engine and not pipeline else None
         return RankRun(
             self._groups(number),
             self.sharing,
             placed,
-            shortened(actions, self.engine),
+            shortened(actions, self.sharing.engine),
             self._adding_tokens() if self.sharing.adds_in_place else 0,
             self.hidden * self.sharing.compute,
             graph=c.step.graph and self.sharing.gpu,
@@ -263,14 +250,13 @@ class RunEstimator:
         else:
             forward, backward = self.timer.sublayer(part.trace, "recompute" if part.light else part.placement)
         whole = self._takes(forward), self._takes(backward)
-        if not is_cut(part, self.engine):
+        if not is_cut(part, self.sharing.engine):
             return [whole]
         shares = self._before_experts(part.trace.forward_ops), self._before_experts(part.trace.backward_ops[::-1])
         front = [seconds * share for seconds, share in zip(whole, shares, strict=True)]
         return [(front[0], front[1]), (whole[0] - front[0], whole[1] - front[1])]
 
     def _added(self, part: PartTrace, placement: str) -> float:
-        """See `Machine.added`."""
         kept, placed = (sum(map(self._takes, self.timer.sublayer(part, p))) for p in ("keep", placement))
         # One more write in forward, and a read.
         stashed = 2 * part.stash[1] / self.machine.copy_rate if placement == "stash" else 0.0
@@ -359,7 +345,7 @@ class StepTimer:
     stall: float = 0.0
 
     def step(self) -> StepTime:
-        config, pp, engine = self.run.config, self.run.config.parallel.pp, self.run.engine
+        config, pp, engine = self.run.config, self.run.config.parallel.pp, self.run.sharing.engine
         device = self.run.clock.device
         stages = [self.run.plan.stages(rank) for rank in range(pp)]
         actions = [self.run.computations(rank) for rank in range(pp)]
@@ -392,7 +378,7 @@ class StepTimer:
         sharing = self.run.sharing
         shared = sharing.sharded and sharing.data > 1
         captured = GRAPH_STEP_LAUNCHES + GRAPH_PARAMETER * parameters * shared
-        return captured if self.run.captured else max(STEP_LAUNCHES, captured * sharing.gathered)
+        return captured if self.run.captured else max(STEP_LAUNCHES, captured * sharing.engine)
 
     def _weights(self, stages: Mapping[int, StageLayers]) -> int:
         """Parameters of a rank, counted by their tensors."""
@@ -408,7 +394,7 @@ class StepTimer:
         return ShardingTime(self.run.clock.device, self.run.sharing, self.run.plan.microbatches)
 
     def _stage(self, stage: StageLayers) -> StageTime:
-        timer, sharding, engine = self.run.timer, self._sharding(), self.run.engine
+        timer, sharding, engine = self.run.timer, self._sharding(), self.run.sharing.engine
         forward: list[KernelTime] = []
         backward: list[KernelTime] = []
         fsdp = self.run.sharing.sharded and not engine
@@ -434,7 +420,6 @@ class StepTimer:
         return StageTime(tuple(forward), tuple(backward))
 
     def _placements_in(self, number: int) -> dict[str, str]:
-        """By the name of a layer's sublayer."""
         path = f"{self.run.prefix}.{number}"
         return {name: self.placements.get(f"{path}.{name}", "keep") for name in self.run.trace.layers[number].names}
 

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from forebay.estimate.fsdp import ParamGroup
 from forebay.estimate.parts import Part
 from forebay.estimate.state import Sharing
-from forebay.memory.solver import fit_link, is_interleaved, offload_all, plan_interleaved
+from forebay.memory.solver import plan_offload
 from forebay.memory.timeline import Plan, Timeline
 from forebay.pipeline.schedule import Action
 
@@ -34,9 +34,7 @@ class Link:
     everything: bool = False
 
     def plan(self, timeline: Timeline, paths: frozenset[str]) -> Plan:
-        if is_interleaved(timeline):
-            return plan_interleaved(timeline, paths, self.everything)
-        return offload_all(timeline, paths) if self.everything else fit_link(timeline, paths)
+        return plan_offload(timeline, paths, self.everything)
 
 
 @dataclass(frozen=True)
@@ -46,8 +44,8 @@ class RankRun:
     Attributes:
         stages: by number, parts in forward order.
         actions: of a step; a pipeline's receives too.
-        summed: if the engine sums the vocabulary's gradients itself: bytes that it takes for a moment to add a microbatch's
-            gradients of embedded tokens; else 0.
+        adding_tokens: if the engine sums the vocabulary's gradients itself, bytes that it takes for a moment to add those of a
+            microbatch's embedded tokens; else 0.
         hidden: bytes of a microbatch's hidden states.
         graph, fails: steps are to be captured in a CUDA graph, which fails: all are called.
         expandable: segments of torch's allocator grow; on GPUs only.
@@ -64,7 +62,7 @@ class RankRun:
     sharing: Sharing
     stages: Mapping[int, Sequence[Part]]
     actions: Sequence[Action]
-    summed: int
+    adding_tokens: int
     hidden: int
     graph: bool = False
     fails: bool = False
@@ -88,7 +86,7 @@ class RankRun:
     @property
     def engine(self) -> bool:
         """An engine runs the stages: the token dispatcher has a stream of its own."""
-        return self.sharing.gathered
+        return self.sharing.engine
 
     @property
     def interleaves(self) -> bool:

@@ -26,7 +26,6 @@ class EvenRouting(NamedTuple):
 
     @classmethod
     def of(cls, declared: Any) -> EvenRouting:
-        """The routing of a model's configuration."""
         text, experts = declared.get_text_config(), experts_in(declared)
         if not experts:
             return cls()

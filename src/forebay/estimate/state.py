@@ -104,7 +104,8 @@ class Sharing:
         parameter, compute, summed: bytes of an element of parameters (also of moments and of shards of gradients), of unsharded
             parameters, and of gradients that are summed and reduced.
         frozen: bytes of an element of parameters that are not trained.
-        gathered: parameters are unsharded for a step (pipelines, overlap); else module by module.
+        engine: one of `forebay.pipeline` runs the steps (pipelines, overlap, graphs): parameters are unsharded for a step; else
+            module by module.
         reshard: see `[parallel]`.
         apart: FSDP2 gathers a layer's experts apart from the rest of the layer.
         sums: gradients of several microbatches are summed before they are reduced.
@@ -125,7 +126,7 @@ class Sharing:
     compute: int = 4
     summed: int = 4
     frozen: int = 4
-    gathered: bool = False
+    engine: bool = False
     reshard: bool = True
     apart: bool = False
     sums: bool = True
@@ -138,7 +139,7 @@ class Sharing:
     @property
     def gathers_experts(self) -> bool:
         """Whether an engine gathers the experts for each use, and everything else for a step."""
-        return self.gathered and self.reshard and self.apart
+        return self.engine and self.reshard and self.apart
 
     def splits(self, elements: int, processes: int) -> bool:
         """Whether a weight of `elements`, of which `processes` of a replica have parts, is split in its shard's memory; see
@@ -150,7 +151,7 @@ class Sharing:
         return self._in_place(processes) and (self.parameter == self.compute or self.splits(elements, processes))
 
     def _in_place(self, processes: int) -> bool:
-        return self.gathered and self.sharded and self.fused and self.trainer and processes == 1
+        return self.engine and self.sharded and self.fused and self.trainer and processes == 1
 
     @property
     def batch(self) -> int:
@@ -159,14 +160,13 @@ class Sharing:
 
     @property
     def world(self) -> int:
-        """All processes."""
         return self.batch * self.pp
 
     @property
     def adds_in_place(self) -> bool:
         """An engine adds the experts' weight gradients to wider sums as they are made (`forebay.kernels.grouped`), and sums the
         vocabulary's itself."""
-        return self.gathered and self.sharded and self.summed != self.compute
+        return self.engine and self.sharded and self.summed != self.compute
 
 
 def weight_name(name: str) -> str:

@@ -356,7 +356,7 @@ class ShardingTime:
         adding = self._adding(part)
         if not s.sharded:
             return 0.0, adding
-        if s.gathered:
+        if s.engine:
             experts = part.experts - part.lent_experts
             again = self._gather(experts, self._columns, once=True).exposed if s.gathers_experts else 0.0
             return again, again + adding
@@ -391,17 +391,14 @@ class ShardingTime:
         adding = self.microbatches * self._adding(ends)
         if not s.sharded:
             return StepOverhead(reduce=adding, optimizer=optimizer)
-        once = (*parts, ends) if s.gathered else (ends,)
+        once = (*parts, ends) if s.engine else (ends,)
         gathers = sum(map(self._gathers, once), TransferTime())
         reduces = sum(map(self._reduces, once), TransferTime())
-        if s.gathered:  # the sums are filled with zeros
+        if s.engine:  # the sums are filled with zeros
             zeros = s.summed * sum(p.rest + p.experts for p in once)
-            return StepOverhead(gathers.exposed + self._moved(zeros), reduces.exposed, optimizer)
+            return StepOverhead(gathers.exposed + self.device.moving(zeros), reduces.exposed, optimizer)
         gather = gathers.exposed * (2 * self.microbatches if s.reshard else 1)
         return StepOverhead(gather, reduces.exposed * (1 if s.sums else self.microbatches) + adding, optimizer)
-
-    def _moved(self, count: float) -> float:
-        return count / self.device.at("bandwidth", count)
 
     def _updating(self, count: int, rate: _Rate) -> float:
         share, most = rate
@@ -432,7 +429,7 @@ class ShardingTime:
         copies = 1 if processes > 1 else 0 if once else 2
         moved = elements / processes * (s.parameter + s.compute) + 2 * elements * s.compute * copies
         sent = elements * s.compute * (processes - 1) / processes
-        return TransferTime(self._moved(moved), sent / self.device.link("all_gather", self._within, processes))
+        return TransferTime(self.device.moving(moved), sent / self.device.link("all_gather", self._within, processes))
 
     def _reduce(self, elements: int, processes: int, split: int = 0) -> TransferTime:
         """Gradients are copied in chunks and summed, and the own shard is cast. One process only casts, and not those of weights
@@ -441,18 +438,18 @@ class ShardingTime:
         across = self._across(elements / processes)
         if processes == 1:
             moved = 0.0 if s.summed == s.parameter else (elements - split) * (s.summed + s.parameter)
-            if s.replicate > 1 and not s.gathered:  # FSDP2 copies them, divides by 1, and copies again
+            if s.replicate > 1 and not s.engine:  # FSDP2 copies them, divides by 1, and copies again
                 moved += 6 * elements * s.summed
-            return TransferTime(self._moved(moved), across)
+            return TransferTime(self.device.moving(moved), across)
         moved = self._chunked(elements) + elements / processes * (s.summed + s.parameter)
         sent = elements * s.summed * (processes - 1) / processes
         inside = sent / self.device.link("reduce_scatter", self._within, processes)
-        return TransferTime(self._moved(moved), inside + across if s.gathered else max(inside, across))
+        return TransferTime(self.device.moving(moved), inside + across if s.engine else max(inside, across))
 
     def _chunked(self, elements: int) -> float:
         """Bytes of a copy that take as long as FSDP2's of gradients to where their chunks are sent from."""
         s = self.sharing
-        if s.gathered or s.sums:
+        if s.engine or s.sums:
             return 2 * elements * s.summed
         return elements * (s.compute + s.summed) * (_CHUNKS if s.compute == s.summed else _CHUNKS_CONVERTED)
 
@@ -462,22 +459,22 @@ class ShardingTime:
         within = s.world <= self.device.node
         sent = elements * s.summed * (s.replicate - 1) / s.replicate
         seconds = sum(sent / self.device.link(name, within, s.replicate) for name in ("reduce_scatter", "all_gather"))
-        return seconds if s.gathered or s.sums else seconds / self.microbatches
+        return seconds if s.engine or s.sums else seconds / self.microbatches
 
     def _adding(self, part: Elements) -> float:
         """Add a microbatch's gradients to zeros (engines) or to those of earlier microbatches."""
         s, count = self.sharing, self.microbatches
-        if s.sharded and not (s.gathered or s.sums):
+        if s.sharded and not (s.engine or s.sums):
             return 0.0
         summed = s.summed if s.sharded else s.compute
-        share = 1.0 if s.gathered and s.sharded else (count - 1) / count
+        share = 1.0 if s.engine and s.sharded else (count - 1) / count
         moved = share * (s.compute + 2 * summed)
-        if s.sharded and not s.gathered and summed != s.compute:  # the first one's are converted to the sum
+        if s.sharded and not s.engine and summed != s.compute:  # the first one's are converted to the sum
             moved += (s.compute + summed) / count
         experts = 0.0 if s.adds_in_place else moved  # `Clock.seconds` has it
         if part.frozen:  # adapters: the experts are frozen
-            return self._moved((part.rest + part.experts - part.frozen) * moved)
-        return self._moved(part.rest * moved + part.experts * experts)
+            return self.device.moving((part.rest + part.experts - part.frozen) * moved)
+        return self.device.moving(part.rest * moved + part.experts * experts)
 
     @property
     def _within(self) -> bool:

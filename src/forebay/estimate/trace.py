@@ -50,7 +50,7 @@ from forebay.memory.overrides import ModuleCallSite
 from forebay.models.blocks import SublayerCallSite, install_sublayers
 from forebay.models.families import decoder_layers, final_norm, moe_blocks
 from forebay.models.fused_loss import head_loss, install_fused_loss
-from forebay.models.hf_experts import register, round_saved_rows
+from forebay.models.hf_experts import cut_experts, register, round_saved_rows
 from forebay.models.router import balance_loss
 from forebay.pipeline.arguments import StandIn
 
@@ -122,7 +122,6 @@ def _without_experts(trace: ModelTrace, numbers: list[int], model: Any) -> dict[
 
 
 def layers_path(model: Any) -> str:
-    """Module path of the layers of a `*ForCausalLM`."""
     return f"{model.base_model_prefix}.layers"
 
 
@@ -220,12 +219,7 @@ class TraceRun:
     """
 
     def __init__(
-        self,
-        model: Any,
-        shape: Shape,
-        known: Mapping[str, PartTrace],
-        forward_only: frozenset[str],
-        routers: int,
+        self, model: Any, shape: Shape, known: Mapping[str, PartTrace], forward_only: frozenset[str], routers: int
     ):
         self.model, self.shape = model, shape
         self.base = model.get_submodule(model.base_model_prefix)
@@ -332,9 +326,7 @@ class TraceRun:
         tally = self._recorder.tally
         tally.live, tally.received, tally.ranks = dispatcher.live_slots / dispatcher.slots, dispatcher.live_rows, s.ep
         for block in blocks:
-            for name, parameter in block.experts.named_parameters(recurse=False):
-                own = torch.empty(routing.experts // s.ep, *parameter.shape[1:], dtype=parameter.dtype)
-                setattr(block.experts, name, nn.Parameter(own, requires_grad=parameter.requires_grad))
+            cut_experts(block.experts, 0, s.ep)
         return dispatcher
 
     def _know(self, tensor: Tensor) -> None:

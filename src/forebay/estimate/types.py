@@ -110,7 +110,6 @@ class PartEvents:
 
     @property
     def saves_x(self) -> bool:
-        """Backward reads x."""
         return self.x in self.saved
 
 

@@ -74,7 +74,7 @@ class AllocatorRun:
         self.weights = PersistentState(self.allocator, run.groups, run.sharing)
         self.params = lifecycle(
             self.allocator, run.groups, run.sharing, self.stream,
-            late=run.summed > 0 and not run.at_once, keep=run.graph, tied=run.summed > 0 and run.tied,
+            late=run.adding_tokens > 0 and not run.at_once, keep=run.graph, tied=run.adding_tokens > 0 and run.tied,
         )  # fmt: skip
         self._workspaces: list[Block] = []
         self.arena: Block | None = None
@@ -135,7 +135,7 @@ class AllocatorRun:
         if unsharded and captured:
             unsharded.hold()
         if unsharded:
-            unsharded.reduce(token_grads, self._run.summed)
+            unsharded.reduce(token_grads, self._run.adding_tokens)
         if captured:
             allocator.end_graph()
         if unsharded:
@@ -394,7 +394,7 @@ class StepWalk:
             self._running["backward"] = part.path
             run.following = runs[-1] if runs else None
             self._manager.begin_backward(run)
-            if part.path == "embedding" and self._run.summed:
+            if part.path == "embedding" and self._run.adding_tokens:
                 self._sum_token_grads(run, dy)
                 self._end_part("backward")
                 break
@@ -424,7 +424,7 @@ class StepWalk:
     def _sum_token_grads(self, run: PartRun, dy: Block) -> None:
         self._allocator.free_all(run.blocks.values())
         if self._run.at_once:
-            self._allocator.free_all([self._malloc(self._run.summed), dy])
+            self._allocator.free_all([self._malloc(self._run.adding_tokens), dy])
         else:
             self._token_grads.append(dy)
             self._allocator.set_role(dy, GRADIENTS)
@@ -479,7 +479,7 @@ class StepWalk:
         self._manager.record("F", run)
         self._params.enter("head", False, True)
         # The engine adds the head's weight gradient to a sum of its own.
-        elsewhere = events.head_sum if self._run.summed else frozenset()
+        elsewhere = events.head_sum if self._run.adding_tokens else frozenset()
         forward, backward = ([e for e in given if e[0] not in elsewhere] for given in (events.forward, events.backward))
         _drain(self._play(run, forward, "F"))
         if events.saves_x:
@@ -500,12 +500,6 @@ class StepWalk:
             run.pages = self._malloc(run.part.pages, ACTIVATIONS)
         self._stashed += run.part.pages
         self.most_stashed = max(self.most_stashed, self._stashed)
-
-    def _read_pages(self, run: PartRun) -> None:
-        """x is copied out of the pages; kernels read h there."""
-        if run.part.stashed_x:
-            number, size = run.part.stashed_x
-            run.blocks[number] = self._malloc(size)
 
     def _release_pages(self, run: PartRun) -> None:
         """After the experts' weight gradients."""
@@ -581,8 +575,9 @@ class StepWalk:
             self._allocator.clear(self._model_inputs)
         elif mark == Mark.PAGES and way == "F":
             self._take_pages(run)
-        elif mark == Mark.PAGES:
-            self._read_pages(run)
+        elif mark == Mark.PAGES and run.part.stashed_x:  # x is copied out of the pages; kernels read h there
+            number, size = run.part.stashed_x
+            run.blocks[number] = self._malloc(size)
         elif mark == Mark.ALL_TO_ALL_BEGIN and transfers:
             self._params.compute_experts(run.part.place, False)
 

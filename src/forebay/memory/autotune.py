@@ -14,21 +14,13 @@ import torch
 
 from forebay.memory.host_store import HostStore
 from forebay.memory.recorder import Peaks, Recorder, TimelineRecorder, TimingRecorder, TrialRecorder
-from forebay.memory.solver import (
-    Solver,
-    fit_link,
-    is_interleaved,
-    offload_all,
-    plan_interleaved,
-    under_budget,
-)
+from forebay.memory.solver import Solver, is_interleaved, plan_offload, under_budget
 from forebay.memory.timeline import (
     Assignment,
     CallFigures,
     EventName,
     Key,
     Plan,
-    Rates,
     Timeline,
     TimelineEvent,
     simulate,
@@ -588,20 +580,17 @@ class Autotuner:
         return plan
 
     def _plan_offload(self, timeline: Timeline) -> Plan:
-        paths, everything = self._offload_paths, self._offload == "all"
-        if not self.alternating:
-            return offload_all(timeline, paths) if everything else fit_link(timeline, paths)
-        if self._auto:
+        if self.alternating and self._auto:
             raise PolicyError(
                 "policy='auto' needs steps in which every forward is followed by its backward; where forwards and backwards of "
                 "several microbatches alternate, name the regions to offload"
             )
-        return plan_interleaved(timeline, paths, everything)
+        return plan_offload(timeline, self._offload_paths, self._offload == "all")
 
     def _correct(self, recorder: TimingRecorder) -> None:
         """Plan with the times of the step that was just run as planned."""
         assert self.timeline is not None
-        timeline = recorder.retimed(self._as_run(self.timeline), self._rates())
+        timeline = recorder.retimed(self._as_run(self._with_rates(self.timeline)))
         self._corrections = self._corrections + 1 if timeline is not None else _CORRECTIONS
         if timeline is not None:
             self.timeline = self._as_measured(timeline, self.timeline)
@@ -639,20 +628,21 @@ class Autotuner:
         assert self._trials is not None
         return self._trials.plan_for(timeline) or self.plan
 
-    def _rates(self) -> Rates:
-        """Rates of the last step's copies. By the plan there is one copy out and one back for each call."""
-        assert self.timeline is not None and self.plan is not None
+    def _with_rates(self, timeline: Timeline) -> Timeline:
+        """The timeline with the rates of the last step's copies. By the plan there is one copy out and one back for each call."""
+        assert self.plan is not None
         out, back, offloaded = self._store.outbound, self._store.inbound, self.plan.offload
-        whole = Rates(out.rate(slice(None)), back.rate(slice(None)))
-        if not len(out.copies) == len(back.copies) == len(offloaded):
-            return whole
-        keys = [self.timeline.calls[event.call].key for event in self.timeline.events]
-        first = sum(key in offloaded for key in keys[: self.timeline.opening])
-        last = sum(key in offloaded for key in keys[self.timeline.closing :])
+        every, first, last = slice(None), 0, 0
+        if len(out.copies) == len(back.copies) == len(offloaded):
+            keys = [timeline.calls[event.call].key for event in timeline.events]
+            first = sum(key in offloaded for key in keys[: timeline.opening])
+            last = sum(key in offloaded for key in keys[timeline.closing :])
         return replace(
-            whole,
-            opening=out.rate(slice(first)) if first else None,
-            closing=back.rate(slice(len(offloaded) - last, None)) if last else None,
+            timeline,
+            out_rate=out.rate(every) or timeline.out_rate,
+            back_rate=back.rate(every) or timeline.back_rate,
+            opening_rate=out.rate(slice(first)) if first else None,
+            closing_rate=back.rate(slice(len(offloaded) - last, None)) if last else None,
         )
 
     def _follow(self, plan: Plan, unreached: Mapping[Key, tuple[int, ...]] | None = None) -> None:

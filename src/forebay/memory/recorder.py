@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from forebay.memory.host_store import HostStore
-from forebay.memory.timeline import CallFigures, IndexedTimeline, Key, Plan, Rates, Timeline, TimelineEvent
+from forebay.memory.timeline import CallFigures, IndexedTimeline, Key, Plan, Timeline, TimelineEvent
 
 Marks = tuple[Any, Any]  # CUDA events before and after the waits for copies; None on a CPU
 
@@ -268,9 +268,8 @@ class TimingRecorder(_EventRecorder):
         step = self._samples[0].marks[0].elapsed_time(self._samples[-1].marks[1])
         return float(sum(ms for ms in waits if ms > _MIN_WAIT_MS) / (step or 1.0))
 
-    def retimed(self, timeline: Timeline, rates: Rates) -> Timeline | None:
-        """`timeline` with the times and memory of this step, and with `rates` where they are known. None if the step had other
-        events. Waits for the device."""
+    def retimed(self, timeline: Timeline) -> Timeline | None:
+        """`timeline` with the times and memory of this step; None if the step had other events. Waits for the device."""
         names = [(event.kind, timeline.calls[event.call].key) for event in timeline.events]
         if names != [(sample.kind, sample.key) for sample in self._samples]:
             return None
@@ -283,8 +282,7 @@ class TimingRecorder(_EventRecorder):
             events[index] = replace(events[index], seconds=min(seconds, events[index].seconds), idle=idle)
         ratio = sum(event.seconds for event in events) / (sum(event.seconds for event in timeline.events) or 1.0)
         calls = tuple(replace(call, seconds=call.seconds * min(ratio, 1.0)) for call in timeline.calls)
-        out, back = rates.out or timeline.out_rate, rates.back or timeline.back_rate
-        return Timeline(calls, tuple(events), out, back, rates.opening, rates.closing, timeline.memory_rate)
+        return replace(timeline, calls=calls, events=tuple(events))
 
     def _with_memory(self, timeline: Timeline) -> list[TimelineEvent]:
         """`other` of an event is the memory at its start less the saved items that a plan counts there: those of each call, from

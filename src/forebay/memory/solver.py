@@ -307,6 +307,13 @@ def carried_items(step: IndexedTimeline, items: Sequence[Item], recompute: froze
     return bisect_left(range(1, len(items) + 1), True, key=waits)
 
 
+def plan_offload(timeline: Timeline, paths: frozenset[str], everything: bool) -> Plan:
+    """Offload the regions `paths` where there is no budget: what the link carries, or `everything`, for which it may wait."""
+    if is_interleaved(timeline):
+        return plan_interleaved(timeline, paths, everything)
+    return offload_all(timeline, paths) if everything else fit_link(timeline, paths)
+
+
 # --- plans of a forward and backward ----------------------------------------------------------------------------------
 
 

@@ -108,16 +108,6 @@ class TimelineEvent:
 
 
 @dataclass(frozen=True)
-class Rates:
-    """Bytes a second over the link, None where unknown. The fields are those of `Timeline`."""
-
-    out: float | None = None
-    back: float | None = None
-    opening: float | None = None
-    closing: float | None = None
-
-
-@dataclass(frozen=True)
 class Timeline:
     """The events of one step, recorded or traced. All rates are bytes a second.
 

@@ -73,11 +73,7 @@ def dense_sublayer(half: Callable[..., Tensor], layer: Any, x: Tensor) -> MoeOut
 
 
 def moe_sublayer(
-    half: Callable[..., MoeOutput],
-    block: Callable[..., Any],
-    layer: Any,
-    x: Tensor,
-    edge: GateUpEdge | None,
+    half: Callable[..., MoeOutput], block: Callable[..., Any], layer: Any, x: Tensor, edge: GateUpEdge | None
 ) -> MoeOutput:
     """x + experts(post_attention_layernorm(x)), shared experts included; x is [B, S, H].
 
@@ -240,13 +236,7 @@ class SublayerForward:
 
     masks: BlockMasks | None = None
 
-    def __init__(
-        self,
-        parts: LayerParts,
-        attention: SublayerCallSite,
-        mlp: SublayerCallSite,
-        in_engine: bool,
-    ):
+    def __init__(self, parts: LayerParts, attention: SublayerCallSite, mlp: SublayerCallSite, in_engine: bool):
         self.attention = attention
         self.mlp = mlp
         self.stages: MoeStages | None = mlp.call if isinstance(mlp.call, MoeStages) else None

@@ -13,11 +13,7 @@ from functools import wraps
 from typing import Any
 
 import torch
-from torch._functorch.partitioners import (
-    get_aten_target,
-    get_default_op_list,
-    min_cut_rematerialization_partition,
-)
+from torch._functorch.partitioners import get_aten_target, get_default_op_list, min_cut_rematerialization_partition
 from torch._inductor import inductor_prims
 from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
@@ -107,12 +103,7 @@ def attention_backends() -> Iterator[None]:
     if not torch.cuda.is_available():
         yield
         return
-    order = [
-        SDPBackend.CUDNN_ATTENTION,
-        SDPBackend.FLASH_ATTENTION,
-        SDPBackend.EFFICIENT_ATTENTION,
-        SDPBackend.MATH,
-    ]
+    order = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
     with sdpa_kernel(order, set_priority=True):
         yield
 

@@ -68,7 +68,6 @@ class LayerParts:
 
     @property
     def attention_path(self) -> str:
-        """Path of the attention sublayer."""
         return f"{self.path}.{self.mixer}"
 
     @property
@@ -81,7 +80,6 @@ class LayerParts:
 
     @property
     def block_path(self) -> str:
-        """Path of the MoE or dense sublayer."""
         return f"{self.path}.{self.block}"
 
 

@@ -257,6 +257,5 @@ def install_stash(model: nn.Module, paths: Sequence[str], device: torch.device, 
 
 
 def remove_stash(model: Any) -> None:
-    """Undo `install_stash`."""
     for block in moe_blocks(model):
         drop_setting(block.experts, "forebay_pages")

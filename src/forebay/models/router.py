@@ -161,7 +161,6 @@ class RouterStats:
         self.reset_counts()
 
     def reset_counts(self) -> None:
-        """Set all counts to zero."""
         self._counts = {}
 
     def counts(self) -> dict[str, Tensor]:

@@ -44,13 +44,7 @@ from forebay.moe.experts_op import (
 )
 from forebay.moe.low_rank import LowRank
 from forebay.moe.routing import Routing, check_routed
-from forebay.moe.wgrad import (
-    DeferredWeightGradient,
-    WeightEdges,
-    WeightGradientOperands,
-    WeightGradients,
-    gate_up_edge,
-)
+from forebay.moe.wgrad import DeferredWeightGradient, WeightEdges, WeightGradientOperands, WeightGradients, gate_up_edge
 
 
 class RowsTicket(Protocol):
@@ -221,10 +215,7 @@ def _check(
             f"and down {tuple(down.shape)} must be [E, {first[0]}, {first[1]}] and "
             f"[E, {second[0]}, {second[1]}]"
         )
-    for name, bias, width in (
-        ("gate_up_bias", gate_up_bias, 2 * inner),
-        ("down_bias", down_bias, hidden),
-    ):
+    for name, bias, width in (("gate_up_bias", gate_up_bias, 2 * inner), ("down_bias", down_bias, hidden)):
         if bias is not None and tuple(bias.shape) != (num_experts, width):
             raise ValueError(f"{name} must be {(num_experts, width)}, got {tuple(bias.shape)}")
     stacks = [t for t in (gate_up, down, gate_up_bias, down_bias) if t is not None]

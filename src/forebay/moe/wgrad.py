@@ -30,11 +30,7 @@ Sum = Callable[[], Tensor | None]
 
 def no_sums(weight: Tensor) -> Sum:
     """Let autograd accumulate the gradient of every weight."""
-    return _no_sum
-
-
-def _no_sum() -> None:
-    return None
+    return lambda: None
 
 
 class WeightGradients:

@@ -127,7 +127,6 @@ class CudaGraphStep:
 
     @property
     def has_graph(self) -> bool:
-        """Whether there is a graph now."""
         return self._graph is not None
 
     def on_stream(self, run: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:

@@ -10,8 +10,9 @@ import fcntl
 import hashlib
 import os
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Self
+from typing import BinaryIO, Self
 
 LOCK = ".lock"
 _NO_LOCKS = (errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.ENOLCK)
@@ -25,16 +26,25 @@ def write_synced(file: Path, content: str) -> None:
         os.fsync(stream.fileno())
 
 
-def replace_text(file: Path, content: str) -> None:
-    """Write or replace a file atomically: it has the old or the new text at every moment."""
-    new = file.with_name(f".{file.name}.new")
+@contextlib.contextmanager
+def replacing(file: Path, new: Path) -> Iterator[BinaryIO]:
+    """The open file `new`, which takes the place of `file` at the end, synced; or is removed. Sync its folder afterwards."""
     try:
-        write_synced(new, content)
+        with new.open("wb") as stream:
+            yield stream
+            stream.flush()
+            os.fsync(stream.fileno())
         new.replace(file)
     except BaseException:
         with contextlib.suppress(OSError):
             new.unlink()
         raise
+
+
+def replace_text(file: Path, content: str) -> None:
+    """Write or replace a file atomically: it has the old or the new text at every moment."""
+    with replacing(file, file.with_name(f".{file.name}.new")) as stream:
+        stream.write(content.encode())
     sync(file.parent)
 
 

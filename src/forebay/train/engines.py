@@ -33,14 +33,7 @@ from forebay.pipeline.p2p import DistLinks, Links, confirmed_by, neighbors
 from forebay.pipeline.partition import Partition, held_by
 from forebay.pipeline.peer_links import PeerLinks, PeerMailboxes, packet_bytes, slots_and_words, slots_of
 from forebay.pipeline.runtime import Balance, LocalBalance, PipelineRuntime, Stage, StageBalance, Watcher
-from forebay.pipeline.schedule import (
-    BACKWARD_WEIGHT,
-    FORWARD,
-    PipelinePlan,
-    forward_plan,
-    local_plan,
-    make_plan,
-)
+from forebay.pipeline.schedule import BACKWARD_WEIGHT, FORWARD, PipelinePlan, forward_plan, local_plan, make_plan
 from forebay.train.cuda_graph import CudaGraphStep, Microbatches, StepState
 from forebay.train.distributed import Mesh
 from forebay.train.heartbeat import ending_after
@@ -213,7 +206,6 @@ class GradientEngine:
         return [Microbatch(*tokens, count, place if apart else None) for place, tokens in enumerate(microbatches)]
 
     def _begin(self, tokens: int) -> None:
-        """See `UnshardedStep.begin`."""
         self._unsharded.begin(tokens)
 
     def _capture(self) -> None:
@@ -299,7 +291,6 @@ class LocalGradients(GradientEngine):
 
 
 def captures(config: Config, mesh: Mesh) -> bool:
-    """Whether steps are captured in a CUDA graph."""
     return config.step.graph and mesh.device.type == "cuda"
 
 
@@ -310,7 +301,6 @@ def plan_of(config: Config, mesh: Mesh) -> PipelinePlan:
 
 
 def microbatches_of(config: Config, mesh: Mesh) -> int:
-    """The microbatches of each process in a step."""
     return config.microbatches(mesh.batch.size)
 
 

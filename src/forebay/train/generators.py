@@ -31,7 +31,6 @@ def host_states() -> dict[str, Any]:
 
 
 def set_host_states(states: Mapping[str, Any]) -> None:
-    """Restore what `host_states` returned."""
     version, words, gauss = states["python"]
     random.setstate((version, tuple(words), gauss))
     name, key, *rest = states["numpy"]

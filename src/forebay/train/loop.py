@@ -100,11 +100,7 @@ def train(
     def advice() -> str:
         return "it had not begun" if start is None else _intact_checkpoint(start)
 
-    with (
-        StopRequest().listening() as stop,
-        FolderLock() as lock,
-        _joined(config, world, advice, what_fits) as mesh,
-    ):
+    with StopRequest().listening() as stop, FolderLock() as lock, _joined(config, world, advice, what_fits) as mesh:
         path = fast_path_of(config, mesh)
         config = path.config
         remote = open_checked(config.checkpoint.remote)

@@ -154,7 +154,6 @@ class Reporter:
             logger.close(failed=error is not None)
 
     def step(self, record: StepRecord) -> None:
-        """Show and write one step."""
         if record.retry is not None:
             self.say(retry_line(record.step, self.steps, record.retry))
         self.say(step_line(record, self.steps))

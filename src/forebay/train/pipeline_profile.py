@@ -123,7 +123,6 @@ class PipelineProfile:
         return "\n".join(lines)
 
     def as_dict(self) -> dict[str, Any]:
-        """The figures, for JSON."""
         return {
             "schedule": self.schedule,
             "rank": self.rank,
@@ -246,7 +245,6 @@ class Collector:
         return packed.alias
 
     def profile(self, plan: PipelinePlan, rank: int) -> PipelineProfile:
-        """The profile of the step that ran."""
         weights = frozenset(n for n, ref in enumerate(self._storages.refs) if ref in self._weights)
         return summarize(plan, rank, self._storages.nbytes, weights, self._saves, self._events)
 

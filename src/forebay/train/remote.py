@@ -85,7 +85,6 @@ class RemoteFolder:
         self.put(folder, [MANIFEST])
 
     def remove(self, names: list[str]) -> None:
-        """Remove checkpoints."""
         for name in names:
             self._try("written", partial(self._remove, name))
 

@@ -23,21 +23,10 @@ from torch.distributed.checkpoint import metadata as described
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict import (
-    get_model_state_dict,
-    set_model_state_dict,
-    set_optimizer_state_dict,
-)
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict, set_optimizer_state_dict
 
 from forebay.errors import RunError, UsageError, first_line
-from forebay.train.checkpoint import (
-    Checkpoints,
-    by_parameter,
-    cause_of,
-    lack_of,
-    optimizer_state,
-    read_manifest,
-)
+from forebay.train.checkpoint import Checkpoints, by_parameter, cause_of, lack_of, optimizer_state, read_manifest
 from forebay.train.distributed import on_all, rank_and_size
 from forebay.train.durable import digest_of
 from forebay.train.generators import seed_all, set_host_states, torch_states

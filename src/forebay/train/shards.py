@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -31,7 +31,7 @@ import numpy as np
 from forebay.config import Data, DataSource
 from forebay.errors import RunError, UsageError, first_line, parsed
 from forebay.train import text
-from forebay.train.durable import FolderLock, make_folder, replace_text, sync
+from forebay.train.durable import FolderLock, make_folder, replace_text, replacing, sync
 from forebay.train.stop import StopRequest
 from forebay.train.tokenizer import Tokenizer, hash_files, load_tokenizer
 
@@ -496,20 +496,9 @@ def _pieces(job: _Job, tokenizer: Tokenizer) -> Iterator[text.Piece]:
         yield from text.pieces(job.source, part, strict)
 
 
-@contextmanager
-def _replacing(file: Path) -> Iterator[BinaryIO]:
-    """A new file that takes the place of `file`, synced, at the end. Its own name is this process's."""
-    new = file.with_name(f".{file.name}.{os.uname().nodename}-{os.getpid()}.new")
-    try:
-        with new.open("wb") as stream:
-            yield stream
-            stream.flush()
-            os.fsync(stream.fileno())
-        new.replace(file)
-    except BaseException:
-        with suppress(OSError):
-            new.unlink()
-        raise
+def _replacing(file: Path) -> AbstractContextManager[BinaryIO]:
+    """`replacing` by a file that has a name of this process."""
+    return replacing(file, file.with_name(f".{file.name}.{os.uname().nodename}-{os.getpid()}.new"))
 
 
 def _dtype(tokenizer: Tokenizer) -> np.dtype:

@@ -16,6 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from forebay.memory.host_pool import HostBlock, HostPool
+from forebay.memory.storage import local
 from forebay.train.distributed import on_all
 
 # Part of the available memory that copies may take: the system, data loading and the page cache need some too.
@@ -58,7 +59,7 @@ class HostCopies:
         self._pool.close()
 
     def _missing_bytes(self, state: State) -> int:
-        tensors = {f"{part}.{name}": _local(value) for part, of in state.items() for name, value in of.items()}
+        tensors = {f"{part}.{name}": local(value) for part, of in state.items() for name, value in of.items()}
         return sum(t.nbytes for name, t in tensors.items() if isinstance(t, torch.Tensor) and name not in self._blocks)
 
     @torch.no_grad()
@@ -84,10 +85,6 @@ class HostCopies:
             block = self._blocks[name] = self._pool.take(value.nbytes)
         copy = block.bytes_.view(value.dtype).view(value.shape)
         return copy.copy_(value, non_blocking=True)
-
-
-def _local(value: Any) -> Any:
-    return value.to_local() if isinstance(value, DTensor) else value
 
 
 def _fits(own: int) -> bool:

@@ -38,7 +38,7 @@ from forebay.estimate.device import DEFAULT, load
 from forebay.estimate.hf_trainer import plan_trainer, read_arguments
 from forebay.estimate.plan import bare_model
 from forebay.models.catalog import PUBLISHED
-from forebay.train import hf_io
+from forebay.train.hf_io import configuration
 
 ARMS = {"as it is": "as_it_is", "Forebay": "with_forebay"}
 STEPS, WARM = 7, 3
@@ -142,7 +142,7 @@ def measured(run: Run, arm: str) -> dict[str, Any]:
     gpu = torch.cuda.is_available()
     memory = Memory() if gpu else None
     given, config = read_arguments(run.hf), run.configuration()
-    declared, times = hf_io.configuration(config.model, 0), list[float]()
+    declared, times = configuration(config.model, 0), list[float]()
     with torch.device("cuda" if gpu else "cpu"):
         attention = {"attn_implementation": given.attn_implementation} if given.attn_implementation else {}
         model = AutoModelForCausalLM.from_config(declared, dtype=getattr(torch, given.dtype), **attention)

@@ -5,7 +5,7 @@ from itertools import pairwise, product
 import pytest
 
 from forebay.config import SCHEDULES
-from forebay.pipeline.schedule import Action, PipelinePlan, forward_plan, local_plan, make_plan, turns
+from forebay.pipeline.schedule import Action, PipelinePlan, forward_plan, local_plan, make_plan, turns, turns_of_stages
 
 CASES = [(name, pp, factor * pp) for name, pp, factor in product(SCHEDULES, (1, 2, 3, 4), (2, 4))]
 LISTS = [[bool(b) for b in bits] for n in range(1, 5) for bits in product((0, 1), repeat=n)]
@@ -132,3 +132,16 @@ def test_turns_hide_transfers(forward: int, backward: int) -> None:
         assert all(text[i - 1] == "F" for i in places)
     if (forward, backward) == (2, 2):
         assert text == "FBBFBFBBFB"  # the example in the docstring
+
+
+@pytest.mark.parametrize("head", [False, True])
+@pytest.mark.parametrize("forward", [[True], [False, True], [True] * 3])
+@pytest.mark.parametrize("backward", [[True], [True, False], [True] * 4])
+def test_a_stage_s_output_is_taken_one_computation_after_its_last(
+    forward: list[bool], backward: list[bool], head: bool
+) -> None:
+    order = turns_of_stages(forward, backward, head)
+    *before, last, taken = [n for n, turn in enumerate(order) if turn == "F"]
+    assert len(before) + 1 == sum(2 if experts else 1 for experts in forward) + head
+    assert order.count("B") == sum(3 if experts else 1 for experts in backward)
+    assert taken == last + (2 if order[-1] == "B" or order[last + 1] == "B" else 1)

@@ -205,15 +205,14 @@ def is_symmetric(config: Config) -> bool:
     return p.dispatch == "symmetric" or (p.dispatch == "auto" and p.ep <= SAME_HOST)
 
 
-# What the host does, in operations of the profile's `launch`, which `forebay.estimate.calibrate` measures. Fitted together to
-# 64 steps: called ones of the blind draws 12 and 15 to 17, and 15 of draw 17 again with the host's operation measured beside them
-# (benchmarks/results/step_hosts.json). The same configuration takes up to a quarter more or less from one host to another.
-KERNEL = 0.14
+# What the host does, in operations of the profile's `launch`, which `forebay.estimate.calibrate` measures. Fitted together to 90
+# called steps on four machines, with nothing beside them: 12 of draw 34, 34 of draws 22 to 33 again, 44 of transformers' Trainer
+# (benchmarks/results: blind_called_again.json, planner_hf_*). The same run takes up to 1.6 times as long on another host.
+KERNEL = 0.2
 """What each kernel adds."""
-SUBLAYER, SUBLAYER_DIRECT = 150, 110
+SUBLAYER, SUBLAYER_DIRECT = 150, 90
 """The host's work in a sublayer's forward or backward that does not grow with its kernels: modules, hooks, autograd, guards. Less
-where it is compiled, or an engine calls it without dispatch between processes and without a pipeline: with 150, four such eager
-steps of draws 20 to 27 were planned 5 to 29 % too long, with 110 they are within 10 %."""
+where it is compiled, or an engine calls it without dispatch between processes and without a pipeline."""
 CUT = 15
 """The same for a sublayer that is split at the token dispatcher."""
 ALL_TO_ALL = 6

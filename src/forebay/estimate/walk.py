@@ -18,7 +18,7 @@ from forebay.estimate.offloading import MEASURED_STEPS, OffloadManager, PartRun
 from forebay.estimate.parts import Part
 from forebay.estimate.rank_run import RankRun, StepLevel, Walked
 from forebay.estimate.types import GPU_BLOCK, PAGE, AllocEvent, Mark
-from forebay.pipeline.schedule import Action, turns
+from forebay.pipeline.schedule import Action, turns, turns_of_stages
 
 STEPS = 3
 """Steps to play. The second has the optimizer's moments beside it; the third may find the second's segments cut differently:
@@ -224,9 +224,8 @@ class StepWalk:
         return self._token_grads
 
     def _overlap_fwd_bwd(self, forward: Action, backward: Action) -> None:
-        """The order of `forebay.pipeline`: the backward's first transfer starts before the forward computes. In a
-        pipeline the head counts as a computation too, and the forward finishes one computation later; else it finishes
-        last."""
+        """The order of `forebay.pipeline`: the backward's first transfer starts before the forward computes. In a plan of one
+        stage the forward finishes last."""
         f = self._forward(forward.stage, forward.microbatch)
         b = self._backward(backward.stage, backward.microbatch, False)
         stages, pipeline = self._run.stages, self._run.sharing.pp > 1
@@ -234,11 +233,8 @@ class StepWalk:
         f_layers, b_layers = (
             [part.staged for part in stages[action.stage] if part.mlp or part.alone] for action in (forward, backward)
         )
-        if pipeline and stages[forward.stage][-1].path == "head":
-            f_layers.append(False)
-        order = list(turns(f_layers, b_layers[::-1]))
-        if pipeline:
-            order.insert(len(order) - order[::-1].index("F"), "F")
+        layers = f_layers, b_layers[::-1]
+        order = turns_of_stages(*layers, stages[forward.stage][-1].path == "head") if pipeline else turns(*layers)
         for turn in ["B", *order]:
             next(f if turn == "F" else b, None)
         for rest in (f, b) if pipeline else (b, f):

@@ -30,6 +30,7 @@ from forebay.pipeline.schedule import (
     Action,
     PipelinePlan,
     turns,
+    turns_of_stages,
 )
 from forebay.pipeline.sublayer import (
     ExecutionContext,
@@ -344,12 +345,7 @@ class _RuntimeStep:
             _drain(back)
             _drain(forth)
             return
-        # The head is a computation too, and as long as several layers.
-        forwards += [False] if ours.epilogue is not None else []
-        order = turns(forwards, backwards)
-        last = len(order) - order[::-1].index("F")
-        # The forward's output is taken and sent on one computation later.
-        take_turns([*order[: last + 1], "F", *order[last + 1 :]], forth, back)
+        take_turns(turns_of_stages(forwards, backwards, ours.epilogue is not None), forth, back)
         _drain(forth)
         _drain(back)
 

@@ -263,6 +263,14 @@ def turns(forward: Sequence[bool], backward: Sequence[bool]) -> list[str]:
     return list("".join(order) + "F" * at[count])
 
 
+def turns_of_stages(forward: Sequence[bool], backward: Sequence[bool], head: bool) -> list[str]:
+    """`turns` of two stages of a pipeline. A head is a computation of the forward too, as long as several layers. One more "F"
+    takes the forward's output and sends it on, one computation later."""
+    order = turns([*forward, *[False] * head], backward)
+    last = len(order) - order[::-1].index("F")
+    return [*order[: last + 1], "F", *order[last + 1 :]]
+
+
 def _spread(places: Sequence[int], number: int) -> Sequence[int]:
     """`number` of the places, evenly and with the first one; all of them if there are no more."""
     if number >= len(places):

@@ -316,7 +316,7 @@ def layers_and_ends(stages: Mapping[int, StageLayers]) -> tuple[list[StageLayer]
 # In operations of the profile's `launch`, as in `forebay.estimate.layer_time`.
 MICROBATCH_START, MICROBATCH_HEAD = 90, 130
 """The host's work for a microbatch around its layers: masks and rotary tables; the loss, autograd's start and end."""
-FSDP_LAUNCHES = 290
+FSDP_LAUNCHES = 250
 """The host's work for a group of FSDP2 in a microbatch, besides launching its kernels. A third of it is in the forward."""
 STEP_LAUNCHES = 380
 """What the host does in a step while the device is idle: the batch, the optimizer's groups, reading the loss."""

@@ -70,7 +70,7 @@ def row(name: str, run: RunEstimator) -> dict[str, Any]:
         for chosen in product(*(range(len(own)) for own in sublayers)):
             seconds, waited = costs.seconds(chosen)
             if waited < 1e-9:
-                every.append((seconds, needs(run, costs.placements(chosen))))
+                every.append((seconds, needs(run, {o.path: o.placement for o in costs.placed(chosen)})))
     costs_ms: list[float] = []
     worst, took, infeasible = 1.0, 0.0, 0
     for k in range(BUDGETS):

@@ -484,6 +484,7 @@ def _write(partial: Path, taken: _Snapshot, group: dist.ProcessGroup | None, aft
     def write_once() -> None:
         write_synced(partial / "trainer.json", json.dumps({"about": taken.about, "rng": generators}))
         if taken.config is not None:
+            (partial / "model").mkdir()
             taken.config.save_pretrained(partial / "model")
 
     on_main(write_once, group)

@@ -322,10 +322,10 @@ def fit_link(timeline: Timeline, paths: frozenset[str]) -> Plan:
 
     Copies that end after the peak, in the head, lower nothing. A call's memory is released when the last of its items has left.
     """
-    items = by_wait(timeline, paths)
-    carried = carried_items(IndexedTimeline(timeline), items)
-    plans = [simulate(timeline, Assignment.of(items[:count])) for count in _parts(carried, _FIT_STEPS)]
-    return min(reversed(plans), key=lambda plan: plan.peak_bytes)
+    items, step = by_wait(timeline, paths), IndexedTimeline(timeline)
+    counts = _parts(carried_items(step, items), _FIT_STEPS)
+    plans = (TurnSchedule(step, Assignment.of(items[:count]), None).plan() for count in reversed(counts))
+    return min(plans, key=lambda plan: plan.peak_bytes)
 
 
 def offload_all(timeline: Timeline, paths: frozenset[str]) -> Plan:

@@ -66,6 +66,42 @@ def test_a_recorded_timeline_has_times_without_waits_and_memory_over_the_base(de
     assert (timeline.out_rate, timeline.back_rate) == (2e9, float("inf"))
 
 
+@pytest.mark.parametrize("looks", range(3))
+def test_another_thread_leaves_a_region_while_the_timeline_is_made(looks: int) -> None:
+    """It entered the region, "c", in the step that this thread found over. Call "d" runs no backward: only the figures of calls
+    are asked for it, and the other thread goes on in the middle of one of these looks."""
+    left: list[tuple[str, int]] = []
+
+    class Path(str):
+        __slots__ = ()
+
+        def __hash__(self) -> int:
+            if self == "d" and left and left.pop() and not left:
+                recorder.region_left((Path("c"), 0), [4], False, True, lambda: None)
+            return super().__hash__()
+
+    store: Any = SimpleNamespace()
+    recorder = TimelineRecorder(torch.device("cpu"), store, None, Peaks())
+    for kind, path in (("F", "a"), ("F", "d"), ("F", "b"), ("F", "c"), ("B", "b"), ("B", "a")):
+        recorder.after_waits(kind, (Path(path), 0), (None, None))
+        if kind == "F" and path != "c":
+            recorder.region_left((Path(path), 0), [8], False, True, lambda: None)
+    left = [("c", 0)] * looks
+    timeline = recorder.timeline(None, None, lambda: None)
+    assert not left and [call.key for call in timeline.calls] == [("a", 0), ("b", 0)]
+    assert [(event.kind, event.call) for event in timeline.events] == [("F", 0), ("F", 1), ("B", 1), ("B", 0)]
+    assert recorder.unreached == {("d", 0): (8,)} | ({("c", 0): (4,)} if looks else {})
+
+
+def test_items_of_a_call_that_raised_are_excluded_without_a_word() -> None:
+    """It saved a storage that a much later region saves again, and its caller caught the error."""
+    store: Any = SimpleNamespace()
+    recorder = TimelineRecorder(torch.device("cpu"), store, None, Peaks())
+    recorder.after_waits("F", ("a", 0), (None, None))
+    recorder.exclude(("a", 0), 0)
+    assert recorder.unreached == {}
+
+
 # --- corrected times --------------------------------------------------------------------------------------------------
 
 

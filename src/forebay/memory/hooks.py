@@ -461,9 +461,9 @@ class Manager:
     def _saves_nothing_new(self, call: RegionCall, placement: str | None) -> bool:
         """Whether the call can run without hooks: it offloads nothing, saves nothing again that another call offloads, and is not
         the first to save a storage of another call, whose items would be numbered differently."""
-        if self.plan is None:
+        if (plan := self.plan) is None:  # once: another thread may drop it
             return placement in ("keep", "recompute")
-        if call.key in self.plan.offload or call.key in self.tuner.lookup.saves_offloaded:
+        if call.key in plan.offload or call.key in self.tuner.lookup.saves_offloaded:
             return False
         if placement != "recompute":
             if call.key in self._shared:
@@ -593,9 +593,10 @@ class Manager:
     def _compare_inputs(self, call: RegionCall, args: Any, kwargs: Any) -> None:
         """Tell the tuner of a longer batch under a plan that offloads nothing: its calls run without hooks, so only their inputs
         tell. It holds as long as its peak stays within the budget."""
-        if self._budget is not None and self.plan is not None and not self.plan.offload:
+        plan = self.plan  # once: another thread may drop it
+        if self._budget is not None and plan is not None and not plan.offload:
             growth = self._growth_of_inputs(call, args, kwargs)
-            if self.plan.peak_bytes * growth > self._budget:
+            if plan.peak_bytes * growth > self._budget:
                 self.tuner.call_grew(growth)
 
     def _compare_items(self, call: RegionCall, growth: float) -> None:

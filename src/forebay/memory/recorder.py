@@ -185,8 +185,10 @@ class TimelineRecorder(_EventRecorder):
 
     def exclude(self, key: Key, item: int) -> None:
         """An item that is not to be offloaded: it counts as no bytes."""
-        figures = self._figures[key]
-        self._figures[key] = replace(figures, items=(*figures.items[:item], 0, *figures.items[item + 1 :]))
+        if (
+            figures := self._figures.get(key)
+        ) is not None:  # else the call raised, or is of a step that another thread ended
+            self._figures[key] = replace(figures, items=(*figures.items[:item], 0, *figures.items[item + 1 :]))
 
     def share(self, key: Key, later: Key) -> None:
         """The call `later` saves an item that `key` saved before it."""
@@ -208,7 +210,8 @@ class TimelineRecorder(_EventRecorder):
         """Bytes of the items of calls that ran no backward, such as those whose outputs the loss does not use. They are not in
         the timeline; what they saved counts as other memory."""
         reached = {sample.key for sample in self._samples if sample.kind == "B"}
-        return {key: figures.items for key, figures in self._figures.items() if key not in reached}
+        # A copy: another thread may still leave a region of this step.
+        return {key: figures.items for key, figures in self._figures.copy().items() if key not in reached}
 
     def timeline(self, out_rate: float | None, back_rate: float | None, mark: Callable[[], Any]) -> Timeline:
         """The recorded step. Waits for the device.
@@ -220,8 +223,8 @@ class TimelineRecorder(_EventRecorder):
         end = mark()
         if self._gpu:
             torch.cuda.synchronize(self._device)
-        unreached = self.unreached
-        numbers = {key: i for i, key in enumerate(key for key in self._figures if key not in unreached)}
+        figures, unreached = self._figures.copy(), self.unreached
+        numbers = {key: i for i, key in enumerate(key for key in figures if key not in unreached)}
         events: list[TimelineEvent] = []
         forward_seconds: dict[Key, float] = {}
         unreached_bytes = 0
@@ -239,9 +242,9 @@ class TimelineRecorder(_EventRecorder):
             events.append(TimelineEvent(sample.kind, numbers[sample.key], seconds, other, transient))
         calls = tuple(
             replace(
-                self._figures[key],
+                figures[key],
                 seconds=forward_seconds.get(key, 0.0),
-                shared_with=tuple(other for other in self._shared.get(key, ()) if other not in unreached),
+                shared_with=tuple(other for other in self._shared.get(key, ()) if other in numbers),
             )
             for key in numbers
         )

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
 
 from forebay.estimate import fsdp
-from forebay.estimate.allocator import Block, CachingAllocator
-from forebay.estimate.fsdp import FsdpLifecycle, GroupParam, ParamGroup, PersistentState, UnshardedLifecycle
+from forebay.estimate.allocator import GRADIENTS, Block, CachingAllocator
+from forebay.estimate.fsdp import (
+    FsdpLifecycle,
+    GroupParam,
+    ParamGroup,
+    PersistentState,
+    UnshardedLifecycle,
+    bucket_bytes,
+)
 from forebay.estimate.state import Sharing
 
 MIB = 1 << 20
@@ -268,3 +279,26 @@ def test_gradients_that_nobody_shares_are_cast_by_the_update_a_few_at_a_time(mon
     weights.optimize(params.is_late)
     assert sizes == [4, 4, 4, 4, 1] and allocator.peak_allocated - before == 8 * MIB
     assert allocator.allocated == before
+
+
+@pytest.mark.parametrize("freezes", [False, True])
+def test_buckets_are_those_of_ddp(freezes: bool) -> None:
+    """Each as large, and all of them there before the first step, beside the parameters and besides their gradients."""
+    draw = random.Random(freezes)
+    weights = [nn.Parameter(torch.zeros(draw.choice((7, 1000, 300_000, 3 << 20, 20 << 20)))) for _ in range(40)]
+    for weight in weights if freezes else ():
+        weight.requires_grad = draw.random() < 0.5
+    model = nn.Module()
+    model.weights = nn.ParameterList(weights)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        ddp = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+        really = [bucket.buffer().nbytes for bucket in ddp.reducer._get_zeros_like_grad_buckets()]
+    finally:
+        dist.destroy_process_group()
+    assert sorted(really) == sorted(bucket_bytes([w.nbytes for w in weights if w.requires_grad]))
+    whole = [GroupParam(str(n), "", *[w.numel()] * 3, True, not w.requires_grad) for n, w in enumerate(weights)]
+    allocator = CachingAllocator(1)
+    PersistentState(allocator, [ParamGroup(0, False, 1, tuple(whole))], Sharing(replicate=2, random=False))
+    assert allocator.by_role[GRADIENTS] == sum(really) == sum(w.nbytes for w in weights if w.requires_grad)
+    assert allocator.allocated == sum(really) + sum(w.nbytes for w in weights)

@@ -207,6 +207,22 @@ def test_segments_that_grow_are_those_of_the_environment() -> None:
     assert any(grow in note for note in fixed.notes) and not any(grow in note for note in growing.notes)
 
 
+def test_without_fsdp_processes_are_replicas_that_hold_gradients_twice() -> None:
+    """At the end of the backward, which is where the managed run of short sequences has its peak."""
+    alone, replicas = (planned("max_length=8", world=world) for world in (1, 8))
+    for one, other in ((alone.plain, replicas.plain), (alone.managed, replicas.managed)):
+        assert other.ranks[0].parameters == one.ranks[0].parameters
+        assert other.ranks[0].optimizer == one.ranks[0].optimizer
+        assert other.ranks[0].gradients == pytest.approx(one.ranks[0].gradients + 2 * one.parameters, rel=1e-3)
+        assert other.ranks[0].reserved >= one.ranks[0].reserved + 1.99 * one.parameters
+        assert one.step is not None and other.step is not None
+        assert other.step.tokens == 8 * one.step.tokens and other.step.seconds > one.step.seconds
+    assert any("DistributedDataParallel" in note for note in replicas.notes)
+    assert not any("DistributedDataParallel" in note for note in alone.notes)
+    adapters = planned("lora_r=4", world=8)
+    assert adapters.managed.ranks[0].gradients < 8 << 20
+
+
 def test_accumulation_under_fsdp_holds_whole_gradients() -> None:
     def gradients(*given: str) -> int:
         return planned("fsdp=true", "gradient_accumulation_steps=2", *given, world=4).plain.ranks[0].gradients
@@ -233,7 +249,6 @@ def test_forebay_in_a_trainer_has_no_dispatcher() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--gpus=8"], "DistributedDataParallel"),
         (["--hf=fsdp=true"], "fsdp needs several processes"),
         (["--hf=dtype=float32"], "experts in float32"),
         (["--gpus=2", "--hf=fsdp=true", "--hf=lora_r=4"], "LoRA under fsdp without bf16"),

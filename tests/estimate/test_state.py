@@ -147,6 +147,7 @@ def test_a_gpu_takes_its_share() -> None:
     assert outside_bytes(Sharing()) == CONTEXT
     assert outside_bytes(Sharing(sharded=True)) == CONTEXT + NCCL_ALONE + ring
     assert outside_bytes(Sharing(data=4, sharded=True)) == CONTEXT + NCCL + 32 * ring
+    assert outside_bytes(Sharing(replicate=4)) == CONTEXT + NCCL + 32 * ring, "DistributedDataParallel"
     # All processes; those with the same layers; an expert group; the ranks of the same experts; the pipeline and its channels.
     everything = Sharing(data=4, ep=2, pp=2, sharded=True)
     several = CONTEXT + NCCL + (4 + 32 + 4 + 32 + 4) * ring

@@ -400,6 +400,19 @@ def test_replicas_all_reduce_a_shard_once_a_step() -> None:
     assert overhead(alone, ends=1000).reduce == pytest.approx(1000 * 4 / 2 * (1 / 10 + 1 / 10))
 
 
+@pytest.mark.parametrize("sums", [True, False], ids=["once a step", "each microbatch"])
+def test_ddp_all_reduces_gradients_beside_the_backward(sums: bool) -> None:
+    """3 of 4 parts are sent and received of 2000 bytes, after a copy to a bucket and before one back. Nothing hides the ends'."""
+    ddp = ShardingTime(DEVICE, Sharing(replicate=4, parameter=2, compute=2, summed=2, sums=sums), 8)
+    added, each = 7 / 8 * 1000 * 6 / 1000, 8 if sums else 1
+    copied, sent = 2 * 2 * 2000 / 1000, 2 * 3 / 4 * 2000 / 10
+    assert ddp.layer(PART, Beside(1e6, 1e6, 1e6)) == pytest.approx((0, added + copied / each), rel=1e-6)
+    assert ddp.layer(PART, Beside(1e6, 1e6, 0)) == pytest.approx((0, added + (copied + sent) / each))
+    assert ddp.layer(Elements(1000, frozen=1000), Beside(0, 0, 0))[1] == 0
+    found = overhead(ddp, PART, ends=1000)
+    assert (found.gather, found.reduce) == pytest.approx((0, 8 * added + 8 / each * (copied + sent)))
+
+
 def test_gradients_of_embedding_and_head_are_added_up_too() -> None:
     """The last 3 of 4 microbatches, in bf16: each reads two gradients and writes one. One process gathers nothing."""
     alone = ShardingTime(DEVICE, Sharing(parameter=2, compute=2, summed=4), 4)

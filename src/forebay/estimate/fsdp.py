@@ -26,6 +26,7 @@ GATHER = "gather"
 REDUCE = "reduce"
 ALL_REDUCE = "all-reduce"
 DEFAULT = "default"
+_FIRST_BUCKET, _BUCKET = 1 << 20, 25 << 20  # bytes, DistributedDataParallel's own default
 
 
 class GroupParam(NamedTuple):
@@ -189,6 +190,8 @@ class PersistentState:
             last = [block]
         allocator.free_all(last)
         self._trained = [(p, number) for p, number in ordered if p.own and not p.frozen]  # and the group of each
+        for size in bucket_bytes([sharing.parameter * p.own for p, _ in self._trained]) if sharing.ddp else ():
+            allocator.malloc(size, DEFAULT, GRADIENTS)
 
     def optimize(self, is_late: Callable[[int], bool]) -> None:
         """An update. `is_late`: that of the lifecycle."""
@@ -214,6 +217,19 @@ class PersistentState:
 
     def _element(self, param: GroupParam) -> int:
         return self._s.frozen if param.frozen else self._s.parameter
+
+
+def bucket_bytes(gradients: Sequence[int]) -> list[int]:
+    """Bytes of the buckets through which DistributedDataParallel reduces gradients of so many bytes, in the order of the
+    parameters (torch 2.11, `compute_bucket_assignment_by_size`): the gradient that reaches a bucket's limit is its last. It lives
+    as long as the model, besides the gradients."""
+    found, open_ = list[int](), 0
+    for size in gradients:
+        open_ += size
+        if open_ >= (_FIRST_BUCKET if not found else _BUCKET):
+            found.append(open_)
+            open_ = 0
+    return [*found, open_] if open_ else found
 
 
 def _model_order(group: ParamGroup, kind: str) -> tuple[int, int]:

@@ -83,7 +83,7 @@ class TrainerArguments:
 
     def sentence(self) -> str:
         needed = {
-            "sync_each_batch": self.fsdp,
+            "sync_each_batch": self.gradient_accumulation_steps > 1,
             "attn_implementation": self.attn_implementation,
             "reshard_after_forward": self.fsdp,
             "lora_target_modules": self.lora_r,
@@ -385,11 +385,6 @@ class _TrainerRun:
 
     @staticmethod
     def of(a: TrainerArguments, raw: Mapping[str, Any], world: int) -> _TrainerRun:
-        if world > 1 and not a.fsdp:
-            raise UsageError(
-                f"--gpus {world} without fsdp is DistributedDataParallel, which is not counted by this plan; valid is "
-                "--hf fsdp=true"
-            )
         if a.fsdp and world == 1:
             raise UsageError("fsdp needs several processes: give --gpus of at least 2")
         if a.fsdp and a.lora_r and not a.bf16:
@@ -458,7 +453,8 @@ class _TrainerRun:
         a = self.arguments
         loaded, compute = DTYPE_BYTES[self.loaded], DTYPE_BYTES[self.model["dtype"]]
         return Sharing(
-            self.world,
+            self.world if a.fsdp else 1,
+            replicate=1 if a.fsdp else self.world,
             sharded=a.fsdp,
             parameter=4 if a.lora_r or (a.fsdp and a.bf16) else loaded,
             compute=compute,
@@ -517,6 +513,11 @@ class _TrainerRun:
             notes.append(
                 "Between microbatches FSDP2 holds whole gradients; sync_each_batch=true, in accelerator_config's "
                 "gradient_accumulation_kwargs, holds shards."
+            )
+        if self.world > 1 and not a.fsdp:
+            notes.append(
+                "Without fsdp, processes are replicas (DistributedDataParallel): each has all weights and moments, and its "
+                "gradients twice, the second time in buckets that are reduced. No such run was compared."
             )
         if a.fsdp:
             notes.append(

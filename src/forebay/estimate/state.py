@@ -99,7 +99,7 @@ class Sharing:
         data: processes of a replica that its layers are sharded over.
         ep: those of them that share the experts of a layer.
         pp: pipeline ranks.
-        replicate: replicas.
+        replicate: replicas. If nothing is sharded, DistributedDataParallel reduces their gradients.
         sharded: FSDP2 is used, because there are several processes or two dtypes.
         parameter, compute, summed: bytes of an element of parameters (also of moments and of shards of gradients), of unsharded
             parameters, and of gradients that are summed and reduced.
@@ -163,6 +163,11 @@ class Sharing:
         return self.batch * self.pp
 
     @property
+    def ddp(self) -> bool:
+        """DistributedDataParallel reduces gradients."""
+        return self.replicate > 1 and not self.sharded
+
+    @property
     def adds_in_place(self) -> bool:
         """An engine adds the experts' weight gradients to wider sums as they are made (`forebay.kernels.grouped`), and sums the
         vocabulary's itself."""
@@ -223,11 +228,11 @@ def outside_bytes(s: Sharing, both_ways: bool = False) -> int:
         return 0
     if s.world == 1:
         return CONTEXT + (NCCL_ALONE + _group_bytes(1)) * s.sharded
-    parts = s.pp * s.replicate > 1
+    parts = s.pp * s.replicate > 1 and not s.ddp
     groups = [_group_bytes(s.world, FEW if parts else DEFAULT)]
     if parts:
         groups.append(_group_bytes(s.data))
-    if s.replicate > 1:
+    if s.replicate > 1 and not s.ddp:
         groups.append(_group_bytes(s.replicate))
     if s.ep > 1:
         groups += [_group_bytes(s.data // s.ep), _group_bytes(s.ep, FEW)]

@@ -343,7 +343,8 @@ class ShardingTime:
     experts are gathered for each forward and backward. FSDP2 gathers a layer while the one before runs, and reduces it while
     the next runs: a layer waits for the seconds that the link is longer than that, and copies are never hidden. Embedding and
     head are gathered and reduced as often, where nothing hides it. Replicas all-reduce their shards once a step; FSDP2 does
-    that beside the reduce-scatters, an engine after each of them.
+    that beside the reduce-scatters, an engine after each of them. DistributedDataParallel all-reduces a layer's gradients while
+    the next layer runs, and copies them to its buckets and back.
     """
 
     device: DeviceProfile
@@ -355,7 +356,7 @@ class ShardingTime:
         s, count = self.sharing, self.microbatches
         adding = self._adding(part)
         if not s.sharded:
-            return 0.0, adding
+            return 0.0, adding + self._all_reduces(part).beside(beside.reduction, self.device.at("contention"))
         if s.engine:
             experts = part.experts - part.lent_experts
             again = self._gather(experts, self._columns, once=True).exposed if s.gathers_experts else 0.0
@@ -390,7 +391,8 @@ class ShardingTime:
         optimizer += self._updating(split * (6 * s.parameter + 2 * s.summed), _SPLIT_UPDATES)
         adding = self.microbatches * self._adding(ends)
         if not s.sharded:
-            return StepOverhead(reduce=adding, optimizer=optimizer)
+            reducing = self.microbatches * self._all_reduces(ends).exposed
+            return StepOverhead(reduce=adding + reducing, optimizer=optimizer)
         once = (*parts, ends) if s.engine else (ends,)
         gathers = sum(map(self._gathers, once), TransferTime())
         reduces = sum(map(self._reduces, once), TransferTime())
@@ -455,11 +457,21 @@ class ShardingTime:
 
     def _across(self, elements: float) -> float:
         """Seconds of all-reducing a shard's gradients over the replicas: a reduce-scatter and an all-gather of it."""
-        s = self.sharing
-        within = s.world <= self.device.node
-        sent = elements * s.summed * (s.replicate - 1) / s.replicate
-        seconds = sum(sent / self.device.link(name, within, s.replicate) for name in ("reduce_scatter", "all_gather"))
+        s, seconds = self.sharing, self._all_reduce(elements * self.sharing.summed)
         return seconds if s.engine or s.sums else seconds / self.microbatches
+
+    def _all_reduce(self, size: float) -> float:
+        s = self.sharing
+        within, sent = s.world <= self.device.node, size * (s.replicate - 1) / s.replicate
+        return sum(sent / self.device.link(name, within, s.replicate) for name in ("reduce_scatter", "all_gather"))
+
+    def _all_reduces(self, part: Elements) -> TransferTime:
+        """Of DistributedDataParallel, for each microbatch: one reduces the sums of all, or each does."""
+        s = self.sharing
+        if not s.ddp:
+            return TransferTime()
+        size = s.parameter * (part.rest + part.experts - part.frozen) / (self.microbatches if s.sums else 1)
+        return TransferTime(self.device.moving(4 * size), self._all_reduce(size))
 
     def _adding(self, part: Elements) -> float:
         """Add a microbatch's gradients to zeros (engines) or to those of earlier microbatches."""

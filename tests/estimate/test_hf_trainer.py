@@ -23,12 +23,12 @@ pytestmark = pytest.mark.usefixtures("shared_traces")
 TARGETS = ("q_proj", "o_proj")
 
 
-def traced(model: Any, theirs: bool) -> ModelTrace:
+def traced(model: Any, theirs: bool, **shape: Any) -> ModelTrace:
     own = {"experts": "transformers", "loss": "transformers"} if theirs else {}
-    return trace_model(model, Shape(SEQUENCE, BATCH, block=1, gpu=False, autocast=True, **own))
+    return trace_model(model, Shape(SEQUENCE, BATCH, block=1, gpu=False, autocast=True, **own, **shape))
 
 
-def really(model: Any, theirs: bool) -> dict[str, int]:
+def really(model: Any, theirs: bool, **more: Any) -> dict[str, int]:
     """Bytes that autograd saves by sublayer, as accelerate runs a model with bf16: in autocast."""
     ids = torch.randint(1, 97, (BATCH, SEQUENCE))
     labels = ids.clone()
@@ -37,7 +37,7 @@ def really(model: Any, theirs: bool) -> dict[str, int]:
         with torch.autocast("cpu", torch.bfloat16):
             return model(input_ids=ids, labels=labels, shift_labels=labels, num_items_in_batch=ids.numel()).loss
 
-    options: dict[str, Any] = {"experts": None, "loss": None} if theirs else {}
+    options: dict[str, Any] = ({"experts": None, "loss": None} if theirs else {}) | more
     sublayers = sublayers_of(
         getattr(model, "get_base_model", lambda: model)()
     )  # PEFT's wrapper has no regions of its own
@@ -69,6 +69,20 @@ def test_lora_is_that_of_peft(theirs: bool) -> None:
 
     assert parameters(ours) == parameters(wrapped)
     assert_saves(traced(ours, theirs), really(wrapped, theirs))
+
+
+@pytest.mark.parametrize(
+    ("family", "targets"), [("qwen3_moe", ("q_proj", "v_proj")), ("olmoe", ("q_proj", "k_proj", "o_proj"))]
+)
+def test_compiled_code_saves_the_sum_of_a_projection_and_its_adapter(
+    family: str, targets: tuple[str, ...], no_codegen: None
+) -> None:
+    """And neither summand, where something reads the sum: the attention kernel, or a norm and its backward."""
+    real, ours = built(family), built(family, "meta")
+    real.enable_input_require_grads()
+    for model in (real, ours):
+        add_lora(model, 4, targets, torch.float32)
+    assert_saves(traced(ours, False, compiled=True), really(real, False, compile=True))
 
 
 # --- arguments --------------------------------------------------------------------------------------------------------

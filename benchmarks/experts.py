@@ -77,18 +77,9 @@ def kernels(args: argparse.Namespace) -> list[dict]:
         gate_up = gate_up.transpose(1, 2).contiguous().transpose(1, 2)
         down = down.transpose(1, 2).contiguous().transpose(1, 2)
     calls: dict[str, tuple[Callable[..., tuple], float]] = {
-        "gather_rows": (
-            lambda b: (gather_rows(x, order, offs, k, backend=b),),
-            4 * rows * hidden,
-        ),
-        "combine_rows": (
-            lambda b: (combine_rows(wide, inverse, backend=b),),
-            2 * (rows + tokens) * hidden,
-        ),
-        "swiglu_forward": (
-            lambda b: (swiglu_forward(h, weights, order, offs, glu, backend=b),),
-            6 * rows * inner,
-        ),
+        "gather_rows": (lambda b: (gather_rows(x, order, offs, k, backend=b),), 4 * rows * hidden),
+        "combine_rows": (lambda b: (combine_rows(wide, inverse, backend=b),), 2 * (rows + tokens) * hidden),
+        "swiglu_forward": (lambda b: (swiglu_forward(h, weights, order, offs, glu, backend=b),), 6 * rows * inner),
         "swiglu_backward": (
             # It writes over its second argument; what is timed need not begin from the same values.
             lambda b: swiglu_backward(h, da if b == "auto" else da.clone(), weights, order, offs, glu, backend=b)[:2],

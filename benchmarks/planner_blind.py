@@ -187,14 +187,7 @@ class Draw:
         attention = "eager" if family == "gpt_oss" or rng.random() < 0.1 else "sdpa"
         loss = "transformers" if plain and rng.random() < 0.15 else "fused"
         experts = "transformers" if plain and rng.random() < 0.1 else "forebay"
-        return {
-            "family": family,
-            "config": config,
-            "attention": attention,
-            "loss": loss,
-            "experts": experts,
-            **dtypes,
-        }
+        return {"family": family, "config": config, "attention": attention, "loss": loss, "experts": experts, **dtypes}
 
     def _attention(self, family: str, hidden: int) -> dict[str, Any]:
         rng = self._rng

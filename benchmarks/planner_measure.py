@@ -255,13 +255,7 @@ def _phase(
     while todo or any(g.entry is not None for g in groups):
         if time.monotonic() > ends:
             for entry in [*(g.entry for g in groups if g.entry is not None), *todo]:
-                yield {
-                    "name": entry.name,
-                    "gpus": entry.gpus,
-                    "seconds": 0.0,
-                    "error": NO_TIME,
-                    "oom": False,
-                }
+                yield {"name": entry.name, "gpus": entry.gpus, "seconds": 0.0, "error": NO_TIME, "oom": False}
             for group in groups:
                 group.stop()
             return

@@ -25,7 +25,7 @@ from unittest import mock
 
 import sonic
 import torch
-from common import GIB, median_ms, save, settle_memory, write
+from common import GIB, median_ms, peak_of, save, settle_memory, write
 
 import forebay.kernels.hopper as hopper
 from forebay.kernels.grouped import rows_by_matrix, rows_by_rows
@@ -135,11 +135,7 @@ def operation(args: argparse.Namespace) -> list[dict]:
         name = "experts" if save_h else "experts, h made again"
         for part, call, flops in (("forward", forward, 3), ("forward + backward", step, 9)):
             row = timed(f"{name}: {part}", call, flops=flops * one)
-            settle_memory()
-            base = torch.cuda.memory_allocated()
-            call()
-            row["peak MiB"] = (torch.cuda.max_memory_allocated() - base) / 2**20
-            table.append(row)
+            table.append({**row, "peak MiB": peak_of(call) / 2**20})
     return table
 
 
@@ -242,11 +238,7 @@ def low_rank_operation(args: argparse.Namespace) -> list[dict]:
                 torch.autograd.grad(y, trained, dy)
 
             row = timed(f"experts {name}{'' if save_h else ', h made again'}", step)
-            settle_memory()
-            base = torch.cuda.memory_allocated()
-            step()
-            row["peak MiB"] = (torch.cuda.max_memory_allocated() - base) / 2**20
-            table.append(row)
+            table.append({**row, "peak MiB": peak_of(step) / 2**20})
     return table
 
 

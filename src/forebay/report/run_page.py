@@ -51,6 +51,7 @@ from forebay.report.plan_page import (
     without_other,
 )
 from forebay.report.run_files import RunFolder, read_run
+from forebay.train.metrics import copy_figures
 
 _PROCESSES = 8  # the slowest ones that a page shows
 _COLORS = ("one", "two", "three", "four")
@@ -329,21 +330,14 @@ def _placed(ranks: Sequence[Mapping[str, Any]]) -> Html:
         for placement, size in rank["saved_bytes"].items():
             regions = sum(where == placement for where in rank["placements"].values())
             if regions or size:
-                copies = _copies(rank) if placement == "offload" else ""
+                copies = ""
+                if placement == "offload":
+                    figures = copy_figures(rank["d2h_gbps"], rank["h2d_gbps"], rank["wait_ms"])
+                    copies = ", ".join([f"{format_bytes(rank['moved_bytes'])} moved", *figures])
                 rows.append((str(rank["rank"]), placement, str(regions), format_bytes(size), copies))
     of = "a step" if len(ranks) > 1 else "a microbatch"
     caption = f"Measured in the last backward of {of}; a recomputed part saves its input"
     return table(caption, "rank|placement|parts:n|bytes:n|copies", rows)
-
-
-def _copies(rank: Mapping[str, Any]) -> str:
-    figures = [
-        (rank["d2h_gbps"], "out at {:.1f} GB/s"),
-        (rank["h2d_gbps"], "back at {:.1f} GB/s"),
-        (rank["wait_ms"], "waited {:.1f} ms"),
-    ]
-    moved = f"{format_bytes(rank['moved_bytes'])} moved"
-    return ", ".join([moved, *(text.format(value) for value, text in figures if value is not None)])
 
 
 def _training_section(run: RunFolder) -> Section:

@@ -200,7 +200,7 @@ def _peaks_section(run: RunFolder) -> Section:
         lead = f"{_RESIDENT[0].upper()}{_RESIDENT[1:]}. It only grows."
     if len(points) > len(shown):
         lead += f" The {len(shown)} fullest of {len(points)} ranks are shown."
-    chart = curves(found, _step_axis(found), y, "step", described, digits=2, unit=f" {y.unit}", per=y.per)
+    chart = curves(found, _step_axis(found), y, described, digits=2, unit=f" {y.unit}", per=y.per)
     return Section("peaks", title, lead, _figure("Peak", y.unit, found, chart))
 
 
@@ -349,12 +349,12 @@ def _training_section(run: RunFolder) -> Section:
         loss.append(Curve("validation", run.validations, "two", dots=True))
     values = [value for curve in loss for _, value in curve.points]
     described = f"Loss from {values[0]:.3f} to {run.steps[-1]['cross_entropy_loss']:.3f} nats a token."
-    drawn = curves(loss, _step_axis(loss), scale(min(values), max(values)), "step", described, digits=4)
+    drawn = curves(loss, _step_axis(loss), scale(min(values), max(values)), described, digits=4)
     speed = [Curve("tokens a second", [(s["step"], s["tokens_per_second"]) for s in run.steps], "three")]
     fastest = max(value for _, value in speed[0].points)
     per, unit = (1000.0, "thousand tokens a second") if fastest >= 20_000 else (1.0, "tokens a second")
     described = f"Tokens a second, at most {fastest:,.0f}."
-    also_drawn = curves(speed, _step_axis(speed), scale(0.0, fastest, per), "step", described, digits=0)
+    also_drawn = curves(speed, _step_axis(speed), scale(0.0, fastest, per), described, digits=0)
     body = join(_figure("Loss", "nats a token", loss, drawn), _figure("Speed", unit, speed, also_drawn))
     lead = "Speed is that of all processes together. The time of a step includes everything from forward to optimizer."
     return Section("training", title, lead, body)

@@ -28,7 +28,7 @@ from itertools import product
 from typing import Any
 
 import torch
-from common import GIB, median_ms, settle_memory, until_settled, write
+from common import GIB, median_ms, peak_of, sized, until_settled, write
 
 import forebay
 from forebay.memory.autotune import Trial
@@ -65,19 +65,8 @@ def build(layers: int) -> Any:
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        hidden_size=2048,
-        num_hidden_layers=layers,
-        num_attention_heads=32,
-        num_key_value_heads=4,
-        head_dim=128,
-        num_experts=64,
-        num_experts_per_tok=8,
-        moe_intermediate_size=768,
-        vocab_size=32768,
-        max_position_embeddings=4096,
-        use_cache=False,
-    )
+    sizes = {"num_hidden_layers": layers, "num_experts": 64, "norm_topk_prob": False, "vocab_size": 32768}
+    config = Qwen3MoeConfig(**sized("qwen3-30b-a3b", **sizes))
     with torch.device("cuda"):
         model = Qwen3MoeForCausalLM._from_config(config, dtype=torch.bfloat16).train()
     for parameter in model.parameters():
@@ -120,10 +109,7 @@ def measure(model: Any, ids: torch.Tensor, arm: Arm, steps: int) -> Figure:
         settled = until_settled(mem, step)
         for _ in range(WARM):
             step()
-        settle_memory()
-        base = torch.cuda.memory_allocated()
-        step()
-        peak = torch.cuda.max_memory_allocated() - base
+        peak = peak_of(step)
         ms, _ = median_ms(step, steps)
         return Figure(ms, peak, {"settled": settled, **went_by(mem)} if arm.policy == "auto" else {})
     finally:

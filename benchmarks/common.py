@@ -71,6 +71,11 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
+def sized(model: str, **changed: Any) -> dict[str, Any]:
+    """The widths of one of `MODELS` with other sizes, for a configuration of transformers."""
+    return {**MODELS[model]["config"], "use_cache": False, **changed}
+
+
 # Keys that are "auto" otherwise. Versions of Forebay from before that know them too.
 _BY_HOST: dict[str, dict[str, Any]] = {
     "memory": {"graph": False},
@@ -147,6 +152,14 @@ def settle_memory() -> None:
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
+
+
+def peak_of(call: Callable[[], Any]) -> int:
+    """Peak of allocated bytes of a call, over what is held before it."""
+    settle_memory()
+    base = torch.cuda.memory_allocated()
+    call()
+    return torch.cuda.max_memory_allocated() - base
 
 
 def outside() -> int:

@@ -206,11 +206,7 @@ def times(group: Any, nccl: NcclDispatcher, mib: int) -> list[dict[str, Any]]:
 
     even = torch.randn(payload // (2 * H) // size * size, H, device="cuda").bfloat16()
     landed = torch.empty_like(even)
-    row(
-        "all-to-all",
-        even.nbytes * (size - 1) / size,
-        lambda: dist.all_to_all_single(landed, even, group=group),
-    )
+    row("all-to-all", even.nbytes * (size - 1) / size, lambda: dist.all_to_all_single(landed, even, group=group))
     given = layer_inputs(tokens, "random", 50, nccl)
     x, ids, weights, init = given["x"], given["ids"], given["weights"], given["init"]
     rows, _, _, handle = nccl.dispatch(x, ids, weights)

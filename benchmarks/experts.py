@@ -25,7 +25,7 @@ from unittest import mock
 
 import sonic
 import torch
-from common import GIB, median_ms, save, settle_memory, write
+from common import GIB, median_ms, peak_of, save, settle_memory, write
 
 import forebay.kernels.hopper as hopper
 from forebay.kernels.grouped import rows_by_matrix, rows_by_rows
@@ -77,18 +77,9 @@ def kernels(args: argparse.Namespace) -> list[dict]:
         gate_up = gate_up.transpose(1, 2).contiguous().transpose(1, 2)
         down = down.transpose(1, 2).contiguous().transpose(1, 2)
     calls: dict[str, tuple[Callable[..., tuple], float]] = {
-        "gather_rows": (
-            lambda b: (gather_rows(x, order, offs, k, backend=b),),
-            4 * rows * hidden,
-        ),
-        "combine_rows": (
-            lambda b: (combine_rows(wide, inverse, backend=b),),
-            2 * (rows + tokens) * hidden,
-        ),
-        "swiglu_forward": (
-            lambda b: (swiglu_forward(h, weights, order, offs, glu, backend=b),),
-            6 * rows * inner,
-        ),
+        "gather_rows": (lambda b: (gather_rows(x, order, offs, k, backend=b),), 4 * rows * hidden),
+        "combine_rows": (lambda b: (combine_rows(wide, inverse, backend=b),), 2 * (rows + tokens) * hidden),
+        "swiglu_forward": (lambda b: (swiglu_forward(h, weights, order, offs, glu, backend=b),), 6 * rows * inner),
         "swiglu_backward": (
             # It writes over its second argument; what is timed need not begin from the same values.
             lambda b: swiglu_backward(h, da if b == "auto" else da.clone(), weights, order, offs, glu, backend=b)[:2],
@@ -144,11 +135,7 @@ def operation(args: argparse.Namespace) -> list[dict]:
         name = "experts" if save_h else "experts, h made again"
         for part, call, flops in (("forward", forward, 3), ("forward + backward", step, 9)):
             row = timed(f"{name}: {part}", call, flops=flops * one)
-            settle_memory()
-            base = torch.cuda.memory_allocated()
-            call()
-            row["peak MiB"] = (torch.cuda.max_memory_allocated() - base) / 2**20
-            table.append(row)
+            table.append({**row, "peak MiB": peak_of(call) / 2**20})
     return table
 
 
@@ -251,11 +238,7 @@ def low_rank_operation(args: argparse.Namespace) -> list[dict]:
                 torch.autograd.grad(y, trained, dy)
 
             row = timed(f"experts {name}{'' if save_h else ', h made again'}", step)
-            settle_memory()
-            base = torch.cuda.memory_allocated()
-            step()
-            row["peak MiB"] = (torch.cuda.max_memory_allocated() - base) / 2**20
-            table.append(row)
+            table.append({**row, "peak MiB": peak_of(step) / 2**20})
     return table
 
 

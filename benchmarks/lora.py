@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from common import GIB, median_ms, settle_memory, until_settled, write
+from common import GIB, median_ms, settle_memory, sized, until_settled, write
 from hollow_attention import hollow_attention
 from peft import LoraConfig, get_peft_model
 from step_profile import print_profile
@@ -39,7 +39,7 @@ from forebay.policy import BudgetError
 LIGHT = {"*": "keep", "*.mlp": "recompute"}
 LAYERS = {"model.layers.*": "recompute"}
 HOST_LAYERS = {"model.layers.*": "recompute+offload"}
-HEADS, KV_HEADS, WIDTH = 32, 4, 128
+HEADS, KV_HEADS, WIDTH = 32, 4, 128  # of Qwen3-30B-A3B
 STEP = 8192
 """``--longest`` tries multiples of this many tokens."""
 
@@ -75,20 +75,8 @@ def arms(shares: list[float]) -> list[Arm]:
 def build(options: argparse.Namespace, sequence: int) -> Any:
     """The adapted model on the GPU, in training mode; B starts random, or the adapters' A would get no gradient."""
     torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        hidden_size=2048,
-        num_hidden_layers=options.layers,
-        num_attention_heads=HEADS,
-        num_key_value_heads=KV_HEADS,
-        head_dim=WIDTH,
-        num_experts=128,
-        num_experts_per_tok=8,
-        moe_intermediate_size=768,
-        vocab_size=options.vocabulary,
-        norm_topk_prob=True,
-        max_position_embeddings=sequence,
-        use_cache=False,
-    )
+    sizes = {"num_hidden_layers": options.layers, "vocab_size": options.vocabulary, "max_position_embeddings": sequence}
+    config = Qwen3MoeConfig(**sized("qwen3-30b-a3b", **sizes))
     with torch.device("cuda"):
         model = Qwen3MoeForCausalLM._from_config(config, dtype=torch.bfloat16)
         stacks = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"] if options.experts else None

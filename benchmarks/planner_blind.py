@@ -187,14 +187,7 @@ class Draw:
         attention = "eager" if family == "gpt_oss" or rng.random() < 0.1 else "sdpa"
         loss = "transformers" if plain and rng.random() < 0.15 else "fused"
         experts = "transformers" if plain and rng.random() < 0.1 else "forebay"
-        return {
-            "family": family,
-            "config": config,
-            "attention": attention,
-            "loss": loss,
-            "experts": experts,
-            **dtypes,
-        }
+        return {"family": family, "config": config, "attention": attention, "loss": loss, "experts": experts, **dtypes}
 
     def _attention(self, family: str, hidden: int) -> dict[str, Any]:
         rng = self._rng
@@ -404,10 +397,15 @@ def as_planned(entry: Entry, plan: dict[str, Any]) -> Entry:
 def parameters_at_least(entry: Entry) -> int:
     """Parameters of the experts, embedding and head: planning a model that is far too large takes long."""
     c = entry.sections["model"]["config"]
-    experts = c.get("num_experts") or c.get("num_local_experts") or c["n_routed_experts"]
-    width = c.get("moe_intermediate_size") or c["intermediate_size"]
+    experts, width = experts_in(c)
     layers = c["num_hidden_layers"] - c.get("first_k_dense_replace", 0) - len(c.get("mlp_only_layers", ()))
     return int(c["hidden_size"] * (3 * width * experts * layers + 2 * c["vocab_size"]))
+
+
+def experts_in(config: dict[str, Any]) -> tuple[int, int]:
+    """The number of experts and their width."""
+    experts = config.get("num_experts") or config.get("num_local_experts") or config["n_routed_experts"]
+    return experts, config.get("moe_intermediate_size") or config["intermediate_size"]
 
 
 def entries_of(runs: Sequence[dict[str, Any]]) -> dict[str, Entry]:
@@ -439,8 +437,7 @@ def words_of(entry: Entry) -> str:
     """The configuration, as planned, in words; what is not said is the default."""
     model, train, memory, parallel = (entry.sections[name] for name in ("model", "train", "memory", "parallel"))
     c = model["config"]
-    experts = c.get("num_experts") or c.get("num_local_experts") or c["n_routed_experts"]
-    width = c.get("moe_intermediate_size") or c["intermediate_size"]
+    experts, width = experts_in(c)
     policy = memory["policy"]
     placed = policy if isinstance(policy, str) else ", ".join(f"{pattern}={p}" for pattern, p in policy.items())
     data = entry.gpus // parallel.get("pp", 1)

@@ -13,11 +13,9 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import random
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections import deque
@@ -29,14 +27,13 @@ from typing import Any
 import torch
 from common import GIB, environment, markdown, results_folder
 from planner import percent
-from planner_measure import Memory, failure
+from planner_measure import Memory, Workers, end, pack, work
 
 import forebay
-from forebay.config import Config, apply_override, from_mapping
+from forebay.config import Config, from_mapping
 from forebay.errors import UsageError
 from forebay.estimate.device import DEFAULT, load
-from forebay.estimate.hf_trainer import plan_trainer, read_arguments
-from forebay.estimate.plan import bare_model
+from forebay.estimate.hf_trainer import managed_sections, plan_trainer, read_arguments
 from forebay.models.catalog import PUBLISHED
 from forebay.train.hf_io import configuration
 
@@ -56,10 +53,7 @@ class Run:
     overrides: tuple[str, ...]
 
     def configuration(self) -> Config:
-        raw = {"model": bare_model(self.source), "memory": {"compile": True}, "device": {"expandable_segments": False}}
-        for override in self.overrides:
-            apply_override(raw, override)
-        return from_mapping(raw)
+        return from_mapping(managed_sections(self.source, self.overrides))
 
 
 # --- draw ---------------------------------------------------------------------------------------------------------------
@@ -185,67 +179,49 @@ def measured(run: Run, arm: str) -> dict[str, Any]:
     return row
 
 
-def worker() -> None:
-    """Wait for a run, an arm and a GPU on standard input, and print the row."""
+def worker(parts: Path) -> None:
     import accelerate  # noqa: F401
     import peft  # noqa: F401
     import transformers.trainer  # noqa: F401
 
-    print("ready", flush=True)
-    if line := sys.stdin.readline():
-        job = json.loads(line)
-        one = Run(**job["run"])
-        os.environ["CUDA_VISIBLE_DEVICES"] = str(job["gpu"])
-        grows = one.configuration().device.expandable_segments
-        os.environ["PYTORCH_ALLOC_CONF"] = f"expandable_segments:{grows}"  # read when CUDA starts
-        try:
-            row = measured(one, job["arm"])
-        except Exception as error:  # any error is this run's result
-            row = failure(error)
-        print("row " + json.dumps(row), flush=True)
-        os._exit(0)
+    work(parts, lambda job: measured(Run(**job["run"]), job["arm"]))
 
 
 def run(file: Path, deadline: float) -> None:
     """Run every arm of every run that has no row yet, one on each GPU at a time."""
     out, ends = results_folder() / measured_of(file).name, time.monotonic() + deadline
-    rows = read(measured_of(file))
-    there = {(row["name"], row["arm"]) for row in rows}
+    there = {(row["name"], row["arm"]) for row in read(measured_of(file))}
     given = [Run(**{k: v for k, v in r.items() if k != "planned"}) for r in json.loads(file.read_text())["runs"]]
     todo = deque((r, arm) for r in given for arm in ARMS if (r.name, arm) not in there)
-    command = [sys.executable, __file__, "worker"]
-    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    waiting = [subprocess.Popen(command, **pipes) for _ in todo]
-    for process in waiting:
-        _line(process, "ready")
-    gpus = list(range(max(torch.cuda.device_count(), 1)))
+    gpus = range(max(torch.cuda.device_count(), 1))
     busy: dict[int, tuple[subprocess.Popen[str], Run, str]] = {}
-    while (todo or busy) and time.monotonic() < ends:
-        for gpu in gpus:
-            if gpu in busy and busy[gpu][0].poll() is not None:
-                process, one, arm = busy.pop(gpu)
-                row = {"name": one.name, "arm": arm, **json.loads(_line(process, "row ") or '{"error": "it ended"}')}
-                with out.open("a") as rows_file:
-                    rows_file.write(json.dumps(row) + "\n")
-                print(one.name, arm, row.get("error", f"{row.get('reserved', 0) / GIB:.2f} GiB"), flush=True)
-            if gpu not in busy and todo:
-                one, arm = todo.popleft()
-                process = waiting.pop()
-                busy[gpu] = process, one, arm
-                assert process.stdin is not None
-                process.stdin.write(json.dumps({"run": asdict(one), "arm": arm, "gpu": gpu}) + "\n")
-                process.stdin.flush()
-        time.sleep(0.05)
-    for process in [*waiting, *(p for p, *_ in busy.values())]:
-        process.kill()
-        process.wait()
+    with tempfile.TemporaryDirectory() as folder:
+        workers = Workers(len(todo), Path(folder), __file__)
+        try:
+            workers.wait(ends)
+            while (todo or busy) and time.monotonic() < ends:
+                for gpu in gpus:
+                    if gpu in busy and busy[gpu][0].poll() is not None:
+                        process, one, arm = busy.pop(gpu)
+                        row = {"name": one.name, "arm": arm, **(workers.row(process) or {"error": "it ended"})}
+                        with out.open("a") as rows_file:
+                            rows_file.write(json.dumps(row) + "\n")
+                        print(one.name, arm, row.get("error", f"{row.get('reserved', 0) / GIB:.2f} GiB"), flush=True)
+                    if gpu not in busy and todo:
+                        one, arm = todo.popleft()
+                        grows = one.configuration().device.expandable_segments
+                        named = {
+                            "CUDA_VISIBLE_DEVICES": str(gpu),
+                            "PYTORCH_ALLOC_CONF": f"expandable_segments:{grows}",  # read when CUDA starts
+                        }
+                        job = {"run": asdict(one), "arm": arm, "environment": named}
+                        busy[gpu] = workers.begin(job), one, arm
+                time.sleep(0.05)
+            pack(out.with_suffix(".tar.gz"), Path(folder))
+        finally:
+            end([process for process, *_ in busy.values()])
+            workers.close()
     out.with_suffix(".environment.json").write_text(json.dumps(environment(), indent=1) + "\n")
-
-
-def _line(process: subprocess.Popen[str], prefix: str) -> str:
-    """The rest of the next line that begins with `prefix`; "" if there is none."""
-    assert process.stdout is not None
-    return next((line.removeprefix(prefix).strip() for line in process.stdout if line.startswith(prefix)), "")
 
 
 def measured_of(file: Path) -> Path:
@@ -296,22 +272,19 @@ def show(file: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("action", choices=("draw", "run", "show", "worker"))
-    parser.add_argument("file", type=Path, nargs="?")
+    parser.add_argument("file", type=Path, help="of plans; for a worker, which `run` starts, the folder of rows")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--number", type=int, default=12)
     parser.add_argument("--deadline", type=float, default=540, help="seconds after which runs are killed")
     options = parser.parse_args()
     if options.action == "worker":
-        return worker()
-    if options.file is None:
-        parser.error("FILE is missing: where the plans are, or shall be written")
-    if options.action == "draw":
+        worker(options.file)
+    elif options.action == "draw":
         draw(options.file, options.seed, options.number)
     elif options.action == "run":
         run(options.file, options.deadline)
     else:
         show(options.file)
-    return None
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ most GPUs first: a `Group` is the GPUs that share a run. The processes of a run 
 too long.
 
 As a script, this is one worker process. It imports everything at once, and touches a GPU only when it gets its run: a
-line of JSON on standard input (`Job`), the rank in the environment as torchrun has it. It writes PARTS/NAME.RANK.json
+line of JSON on standard input (`Job`), the rank in the environment as torchrun has it. It writes PARTS/PID.json
 with this rank's figures, or its error, and ends: each run has new processes, as a user's run has, and leaves nothing
 for the next. They wait with everything imported while the run before is on the GPU.
 
@@ -30,7 +30,6 @@ Figures, in bytes of this rank's GPU; None on a CPU:
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import gzip
 import json
@@ -41,8 +40,9 @@ import tarfile
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -78,14 +78,20 @@ class Workers:
 
     They are all there before the first run: processes that import beside a called step make it longer (GPT-OSS with EP 2 on two
     H200s: 246 ms alone, 308 beside two imports).
+
+    Args:
+        folder: gets ``parts/``, with a row of each process, and ``logs/``, with what it prints.
+        script: is called as ``SCRIPT worker PARTS``, and calls `work`.
     """
 
-    def __init__(self, number: int, parts: Path, logs: Path):
-        self._parts, self._logs = parts, logs
-        self._waiting = [self._process(n) for n in range(number)]
+    def __init__(self, number: int, folder: Path, script: str = __file__):
+        self.parts, self._logs = folder / "parts", folder / "logs"
+        self.parts.mkdir()
+        self._logs.mkdir()
+        self._waiting = [self._process(n, script) for n in range(number)]
 
-    def _process(self, number: int) -> subprocess.Popen[str]:
-        command = [sys.executable, str(Path(__file__)), "--parts", str(self._parts)]
+    def _process(self, number: int, script: str) -> subprocess.Popen[str]:
+        command = [sys.executable, script, "worker", str(self.parts)]
         with (self._logs / f"process-{number}.log").open("a") as out:
             environment = {**_QUIET, **os.environ, "PYTHONUNBUFFERED": "1"}
             return subprocess.Popen(
@@ -98,16 +104,27 @@ class Workers:
             time.sleep(0.1)
 
     def _is_ready(self, process: subprocess.Popen[str]) -> bool:
-        return (self._parts / f"{process.pid}.ready").exists()
+        return (self.parts / f"{process.pid}.ready").exists()
 
-    def take(self, number: int) -> list[subprocess.Popen[str]]:
-        return [self._waiting.pop() for _ in range(number)]
+    def begin(self, job: dict[str, Any]) -> subprocess.Popen[str]:
+        """Hand a waiting process its job: JSON, with the variables of its environment in `environment`."""
+        process = self._waiting.pop()
+        assert process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # the process is gone, and has no row
+            process.stdin.write(json.dumps(job) + "\n")
+            process.stdin.flush()
+        return process
+
+    def row(self, process: subprocess.Popen[str]) -> dict[str, Any] | None:
+        """What a process has written, once it has."""
+        path = self.parts / f"{process.pid}.json"
+        return json.loads(path.read_text()) if path.exists() else None
 
     def close(self) -> None:
-        _end(self._waiting)
+        end(self._waiting)
 
 
-def _end(processes: list[subprocess.Popen[str]]) -> None:
+def end(processes: list[subprocess.Popen[str]]) -> None:
     """Kill processes and wait for them, so that GPU memory is free."""
     for process in processes:
         process.kill()
@@ -121,34 +138,27 @@ class Group:
     """The `gpus` of one run after the other, and the processes of the current run. Owns the processes."""
 
     gpus: tuple[int, ...]
-    parts: Path
+    workers: Workers
     entry: Entry | None = None
     processes: list[subprocess.Popen[str]] = field(default_factory=list)
     began: float = 0.0
     limit: float = 0.0
     reserved: int | None = None
 
-    def give(self, entry: Entry, workers: Workers, port: int, seconds: float | None, reserved: int | None) -> None:
+    def give(self, entry: Entry, port: int, seconds: float | None, reserved: int | None) -> None:
         """Begin a run; `answer` ends it."""
-        self.processes = workers.take(len(self.gpus))
         self.entry, self.began, self.reserved = entry, time.monotonic(), reserved
         usual = COMPILING if entry.sections["memory"].get("compile") else SECONDS
         self.limit = seconds if seconds is not None else usual
         visible = {"CUDA_VISIBLE_DEVICES": ",".join(map(str, self.gpus))}
-        for rank, process in enumerate(self.processes):
+        for rank in range(len(self.gpus)):
             named = {**visible, **environment_of_rank(rank, len(self.gpus), port)}
-            line = json.dumps(asdict(Job(entry, named, reserved))) + "\n"
-            assert process.stdin is not None
-            with contextlib.suppress(BrokenPipeError):  # the process is gone; `answer` reports it
-                process.stdin.write(line)
-                process.stdin.flush()
+            self.processes.append(self.workers.begin(asdict(Job(entry, named, reserved))))
 
     def answer(self) -> dict[str, Any] | None:
         """The row of the current run, once there is one; its processes have ended then."""
-        assert self.entry is not None
-        paths = [self.parts / f"{self.entry.name}.{rank}.json" for rank in range(len(self.gpus))]
         gone = [p.poll() for p in self.processes]  # polled before the files are read: a process writes, then ends
-        there = [json.loads(path.read_text()) if path.exists() else None for path in paths]
+        there = [self.workers.row(p) for p in self.processes]
         late = time.monotonic() - self.began > self.limit
         silent = [r for r, (row, code) in enumerate(zip(there, gone, strict=True)) if row is None and code is not None]
         failed = bool(silent) or any(row is not None and "error" in row for row in there)
@@ -158,8 +168,6 @@ class Group:
             self.limit = min(self.limit, time.monotonic() - self.began + GRACE)
             return None
         row = self._row(there, gone)
-        for path in paths:
-            path.unlink(missing_ok=True)
         self.stop()
         return row
 
@@ -188,7 +196,7 @@ class Group:
         return row
 
     def stop(self) -> None:
-        _end(self.processes)
+        end(self.processes)
         self.entry = None
 
 
@@ -213,24 +221,21 @@ def measure(
     rows: list[dict[str, Any]] = []
     ends, ports = time.monotonic() + deadline, count(PORTS)
     with tempfile.TemporaryDirectory() as folder:
-        parts, logs = Path(folder, "parts"), Path(folder, "logs")
-        parts.mkdir()
-        logs.mkdir()
         todo = [e for e in entries if e.gpus <= gpus]
-        workers, groups = Workers(sum(e.gpus for e in todo), parts, logs), list[Group]()
+        workers, groups = Workers(sum(e.gpus for e in todo), Path(folder)), list[Group]()
         try:
             _make_corpus(entries[0])
             workers.wait(ends)
             for size in sorted({e.gpus for e in todo}, reverse=True):
-                groups = [Group(g, parts) for g in _split(gpus, size)]
+                groups = [Group(g, workers) for g in _split(gpus, size)]
                 # Runs that compile take longest: they come first, and the others fill the other groups meanwhile.
                 own = sorted((e for e in todo if e.gpus == size), key=lambda e: not e.sections["memory"].get("compile"))
-                for row in _phase(own, groups, workers, ports, seconds, ends, limits or {}):
+                for row in _phase(own, groups, ports, seconds, ends, limits or {}):
                     rows.append(row)
                     with (out / f"{name}.jsonl").open("a") as file:
                         file.write(json.dumps(row) + "\n")
                     print(f"{row['seconds']:7.1f} s  {row['name']}  {row.get('error', '')[:160]}", flush=True)
-                _pack(out / f"{name}.tar.gz", Path(folder))
+                pack(out / f"{name}.tar.gz", Path(folder))
         finally:
             for group in groups:
                 group.stop()
@@ -245,7 +250,6 @@ def _split(gpus: int, size: int) -> list[tuple[int, ...]]:
 def _phase(
     todo: list[Entry],
     groups: list[Group],
-    workers: Workers,
     ports: Iterator[int],
     seconds: float | None,
     ends: float,
@@ -255,13 +259,7 @@ def _phase(
     while todo or any(g.entry is not None for g in groups):
         if time.monotonic() > ends:
             for entry in [*(g.entry for g in groups if g.entry is not None), *todo]:
-                yield {
-                    "name": entry.name,
-                    "gpus": entry.gpus,
-                    "seconds": 0.0,
-                    "error": NO_TIME,
-                    "oom": False,
-                }
+                yield {"name": entry.name, "gpus": entry.gpus, "seconds": 0.0, "error": NO_TIME, "oom": False}
             for group in groups:
                 group.stop()
             return
@@ -270,7 +268,7 @@ def _phase(
                 yield row
             if group.entry is None and todo:
                 entry = todo.pop(0)
-                group.give(entry, workers, next(ports), seconds, limits.get(entry.name))
+                group.give(entry, next(ports), seconds, limits.get(entry.name))
         time.sleep(0.02)
 
 
@@ -280,7 +278,8 @@ def _make_corpus(entry: Entry) -> None:
     load_mixture(data, load_tokenizer(data.tokenizer))
 
 
-def _pack(path: Path, folder: Path) -> None:
+def pack(path: Path, folder: Path) -> None:
+    """Histories and logs of `Workers` in `folder`."""
     partial = path.with_suffix(".partial")
     with tarfile.open(partial, "w:gz") as archive:
         for file in sorted([*folder.glob("parts/*.trace.gz"), *folder.glob("logs/*")]):
@@ -297,28 +296,29 @@ class Job:
     limit: int | None = None
 
 
-def worker() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--parts", type=Path, required=True)
-    options = parser.parse_args()
-    (options.parts / f"{os.getpid()}.ready").touch()
-    given = json.loads(sys.stdin.readline() or "null")
-    if given is None:
+def work(parts: Path, run: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """Wait for a job on standard input, and write the row that `run` makes of it to PARTS/PID.json."""
+    own = parts / f"{os.getpid()}.json"
+    own.with_suffix(".ready").touch()
+    job = json.loads(sys.stdin.readline() or "null")
+    if job is None:
         return  # there was no run left
-    job = Job(**{**given, "entry": Entry(**given["entry"])})
-    os.environ |= job.environment  # imports have not asked for the GPUs yet
-    name, rank = job.entry.name, int(os.environ.get("RANK", 0))
-    if "RANK" in job.environment:
-        torch.set_num_threads(1)  # as torchrun has it
-    trace = options.parts / f"{name}.trace.gz"
+    os.environ |= job["environment"]  # imports have not asked for the GPUs yet
     try:
-        row = measured(job.entry, job.limit, trace if rank == 0 else None)
+        row = run(job)
     except Exception as error:  # any error is this run's result
         row = failure(error)
-    path = options.parts / f"{name}.{rank}.json"
-    path.with_suffix(".partial").write_text(json.dumps(row))
-    path.with_suffix(".partial").rename(path)
+    own.with_suffix(".partial").write_text(json.dumps(row))
+    own.with_suffix(".partial").rename(own)
     os._exit(0)  # destroying the process group would wait for ranks that hang
+
+
+def _run(parts: Path, given: dict[str, Any]) -> dict[str, Any]:
+    job = Job(**{**given, "entry": Entry(**given["entry"])})
+    if "RANK" in job.environment:
+        torch.set_num_threads(1)  # as torchrun has it
+    trace = parts / f"{job.entry.name}.trace.gz"
+    return measured(job.entry, job.limit, trace if int(os.environ.get("RANK", 0)) == 0 else None)
 
 
 def failure(error: Exception) -> dict[str, Any]:
@@ -353,7 +353,7 @@ def measured(entry: Entry, limit: int | None, trace: Path | None) -> dict[str, A
             history.mark("built")
         peaks = []
         number, least = 1, TRACED if entry.trace else WARM  # the same on all ranks
-        while number <= least or (not agreed(mesh, settled(trainer)) and number <= MOST):
+        while number <= least or (not mesh.all(settled(trainer)) and number <= MOST):
             trainer.step(number)
             peaks.append(memory.saw(graph_bytes(trainer)))
             if history and number <= TRACED:
@@ -399,11 +399,6 @@ def graph_bytes(trainer: Trainer) -> int:
 def settled(trainer: Trainer) -> bool:
     captured = trainer.cuda_graph
     return trainer.memory.settled and (captured is None or captured.is_captured or captured.eager_reason is not None)
-
-
-def agreed(mesh: Mesh, here: bool) -> bool:
-    (wrong,) = mesh.max(not here)
-    return not wrong
 
 
 def about(trainer: Trainer) -> dict[str, Any]:
@@ -623,4 +618,5 @@ class Favored:
 
 
 if __name__ == "__main__":
-    worker()
+    _, folder = sys.argv[1:]
+    work(Path(folder), partial(_run, Path(folder)))

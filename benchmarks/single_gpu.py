@@ -34,7 +34,7 @@ from typing import Any
 import sonic
 import stacks
 import torch
-from common import GIB, median_ms, save, settle_memory, until_settled, write
+from common import GIB, median_ms, save, settle_memory, sized, until_settled, write
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV2Config,
@@ -59,39 +59,11 @@ def config(model: str, layers: int) -> PreTrainedConfig:
         return GptOssConfig(num_hidden_layers=layers, num_local_experts=32, vocab_size=32768, use_cache=False)
     if model == "mixtral":  # the defaults of transformers are Mixtral-8x7B's widths
         return MixtralConfig(num_hidden_layers=layers, vocab_size=32768, use_cache=False)
-    if model == "deepseek-v2-lite":
-        return DeepseekV2Config(
-            hidden_size=2048,
-            num_hidden_layers=layers,
-            num_attention_heads=16,
-            num_key_value_heads=16,
-            q_lora_rank=None,
-            kv_lora_rank=512,
-            n_routed_experts=64,
-            n_shared_experts=2,
-            num_experts_per_tok=6,
-            moe_intermediate_size=1408,
-            intermediate_size=10944,
-            first_k_dense_replace=1,
-            topk_method="greedy",
-            norm_topk_prob=False,
-            vocab_size=32768,
-            use_cache=False,
-        )
-    return Qwen3MoeConfig(
-        hidden_size=2048,
-        num_hidden_layers=layers,
-        num_attention_heads=32,
-        num_key_value_heads=4,
-        head_dim=128,
-        num_experts=128,
-        num_experts_per_tok=8,
-        moe_intermediate_size=768,
-        vocab_size=32768,
-        norm_topk_prob=True,
-        max_position_embeddings=4096,
-        use_cache=False,
-    )
+    kind, widths = {
+        "deepseek-v2-lite": (DeepseekV2Config, "deepseek-v2-lite"),
+        "qwen3-moe": (Qwen3MoeConfig, "qwen3-30b-a3b"),
+    }[model]
+    return kind(**sized(widths, num_hidden_layers=layers, vocab_size=32768))
 
 
 def build(options: argparse.Namespace) -> Any:

@@ -589,12 +589,7 @@ def _launch(options: argparse.Namespace) -> None:
     from forebay.launch.job import describe
 
     job = describe(
-        options.config,
-        options.overrides,
-        options.nodes,
-        options.gpus_per_node,
-        options.time_limit,
-        options.image,
+        options.config, options.overrides, options.nodes, options.gpus_per_node, options.time_limit, options.image
     )
     _warn_of_network(load(options.config, options.overrides), options.nodes * options.gpus_per_node, job.processes)
     out = None if options.out is None else options.out.expanduser()

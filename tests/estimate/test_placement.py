@@ -25,6 +25,7 @@ from forebay.estimate.placement import (
     Option,
     by_kind,
     option,
+    ranges,
     rank_options,
     sentences,
 )
@@ -312,3 +313,7 @@ def test_every_budget_that_recomputation_reaches_is_met_and_less_memory_costs_no
         costs.append(fit.choices[0].seconds)
     assert len(costs) > 5 and costs == sorted(costs, reverse=True)
     assert costs[-1] == 0
+
+
+def test_ranges() -> None:
+    assert [ranges(n, " to ") for n in ([0, 1, 2, 5], [3], [1, 3], [])] == ["0 to 2, 5", "3", "1, 3", ""]

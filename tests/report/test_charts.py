@@ -83,7 +83,7 @@ def test_scales_by_hand() -> None:
 def test_curves_by_hand() -> None:
     x = Scale(1.0, "", 1.0, 3.0, (1.0, 3.0))
     found = [Curve("loss", [(1, 10), (2, 5), (3, 0)]), Curve("b", [(3, 7)], "two", dots=True)]
-    drawn = curves(found, x, TEN, "step", "", digits=2)
+    drawn = curves(found, x, TEN, "", digits=2)
     assert 'd="M0.0 0.0L500.0 500.0L1000.0 1000.0" class="curve s-one"' in drawn
     assert 'd="M1000.0 300.0h0" class="dots s-two"' in drawn
     (told,) = chart_data(drawn)

@@ -11,7 +11,7 @@ import pytest
 
 from forebay.policy import PLACEMENTS
 from forebay.report.charts import PARTS
-from forebay.report.html import Html, data, join, ranges, tag
+from forebay.report.html import Html, data, join, tag
 from forebay.report.plan_page import plan_page
 from forebay.report.run_files import read_run
 from forebay.report.run_page import run_page
@@ -50,10 +50,6 @@ def test_markup() -> None:
     assert tag("meta", charset="utf-8") == '<meta charset="utf-8">'
     assert join("<", Html("<")) == "&lt;<"
     assert data({"a": "</script><!--"}) == '<script type="application/json">{"a":"\\u003c/script>\\u003c!--"}</script>'
-
-
-def test_ranges() -> None:
-    assert [ranges(n) for n in ([0, 1, 2, 5], [3], [1, 3], [])] == ["0 to 2, 5", "3", "1, 3", ""]
 
 
 def colors() -> dict[str, tuple[str, str]]:

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from forebay.estimate.placement import ranges
 from forebay.estimate.step_time import StepTime
 from forebay.policy import format_bytes
-from forebay.report.html import ranges
 from forebay.report.plan_page import plan_page, time_section, time_tiles
 from tests.conftest import Run
 from tests.helpers import toml_table
@@ -149,7 +149,7 @@ def test_chosen_placements(small: Path, tmp_path: Path, run: Run) -> None:
     rows = [row for row in text.rows["placements"] if len(row) == 8][1:]
     for row, chosen in zip(rows, fit["chosen"], strict=True):
         every = format_bytes(chosen["freed_bytes"] * len(chosen["layers"]))
-        assert row[:4] == [str(chosen["rank"]), chosen["placement"], chosen["half"], ranges(chosen["layers"])]
+        assert row[:4] == [str(chosen["rank"]), chosen["placement"], chosen["half"], ranges(chosen["layers"], " to ")]
         assert row[4:7] == [format_bytes(chosen["freed_bytes"]), f"{chosen['milliseconds']:.2f} ms", every]
     paid = [row for row in text.rows["placements"] if len(row) == 5][1:]
     assert [row[3] for row in paid] == [f"{ms:.1f} ms" for ms in fit["chosen_cost_ms"]]

@@ -332,14 +332,32 @@ def plan_trainer(
     Raises:
         UsageError: what cannot be planned.
     """
-    arguments, model, memory = read_arguments(given), bare_model(source), dict[str, Any]()
+    arguments, raw = read_arguments(given), managed_sections(source, overrides)
+    memory = raw["memory"]
+    run = _TrainerRun.of(arguments, raw, world)
+    recompute = {"policy": "recompute" if arguments.gradient_checkpointing else "keep"}
+    plain = run.config(experts="transformers", loss="transformers", memory=recompute)
+    plain = dataclasses.replace(plain, memory=dataclasses.replace(plain.memory, recompute=WHOLE_LAYER))
+    ours = run.config(memory=memory, **run.flex())
+    managed = run.fit(ours, budget, device)
+    if managed.fits is False and "policy" not in memory:
+        managed = run.fit(ours, budget, device, auto=budget)
+    return TrainerPlan(arguments, run.fit(plain, budget, device), managed, tuple(run.notes()))
+
+
+def managed_sections(source: str, overrides: Iterable[str]) -> dict[str, Any]:
+    """Sections `model`, `memory` and `device` of the managed run; arguments as for `plan_trainer`.
+
+    Raises:
+        UsageError: they are for Forebay's trainer.
+    """
+    model, memory = bare_model(source), {"compile": True}
     if model is None:
         raise UsageError(
             f"--trainer hf takes a published model or a model's folder, not the configuration {source!r}: its settings are "
             "--hf NAME=VALUE"
         )
     raw: dict[str, Any] = {"model": model, "memory": memory, "device": {"expandable_segments": False}}
-    memory["compile"] = True
     for override in overrides:
         if not override.strip().startswith(("memory.", "model.config.", "device.expandable_segments")):
             raise UsageError(
@@ -352,15 +370,7 @@ def plan_trainer(
             f"--set memory.graph={json.dumps(memory['graph'])} is for Forebay's trainer: transformers' Trainer captures no "
             "steps; leave it out"
         )
-    run = _TrainerRun.of(arguments, raw, world)
-    recompute = {"policy": "recompute" if arguments.gradient_checkpointing else "keep"}
-    plain = run.config(experts="transformers", loss="transformers", memory=recompute)
-    plain = dataclasses.replace(plain, memory=dataclasses.replace(plain.memory, recompute=WHOLE_LAYER))
-    ours = run.config(memory=memory, **run.flex())
-    managed = run.fit(ours, budget, device)
-    if managed.fits is False and "policy" not in memory:
-        managed = run.fit(ours, budget, device, auto=budget)
-    return TrainerPlan(arguments, run.fit(plain, budget, device), managed, tuple(run.notes()))
+    return raw
 
 
 @dataclass(frozen=True)

@@ -326,7 +326,7 @@ def sentences(choices: Sequence[Choice]) -> list[str]:
     for row in by_kind(choices):
         several = "s" * (len(row["layers"]) > 1)
         found.append(
-            f"rank {row['rank']}: {row['placement']} {row['half']} of layer{several} {_ranges(row['layers'])}; "
+            f"rank {row['rank']}: {row['placement']} {row['half']} of layer{several} {ranges(row['layers'])}; "
             f"each frees {format_bytes(row['freed_bytes'])} and costs {row['milliseconds']:.2f} ms a microbatch."
         )
     most = max(choices, key=lambda c: c.seconds, default=None)
@@ -336,12 +336,12 @@ def sentences(choices: Sequence[Choice]) -> list[str]:
     return found
 
 
-def _ranges(numbers: Sequence[int]) -> str:
-    """``0-3, 5``."""
+def ranges(numbers: Iterable[int], to: str = "-") -> str:
+    """Ascending numbers with runs joined: ``0-3, 5``."""
     runs: list[list[int]] = []
     for n in numbers:
         if runs and runs[-1][1] == n - 1:
             runs[-1][1] = n
         else:
             runs.append([n, n])
-    return ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in runs)
+    return ", ".join(str(a) if a == b else f"{a}{to}{b}" for a, b in runs)

@@ -18,16 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from forebay.kernels.launch import (
-    INDICES,
-    Backend,
-    cdiv,
-    check_written,
-    launch,
-    next_power_of_2,
-    packed,
-    use_triton,
-)
+from forebay.kernels.launch import INDICES, Backend, cdiv, check_written, launch, next_power_of_2, packed, use_triton
 
 # Chosen by the compiled code for an H100 (r = 16, bf16), not timed yet. Per multiprocessor three programs of narrow_rows or
 # sum_outer fit, each with two or three tiles of 16 KiB on their way, and three of add_widened with 80 registers a thread (153 on
@@ -167,12 +158,7 @@ def _outer_kernel(
 
 
 def narrow_rows(
-    rows: Tensor | Gathered,
-    matrices: Tensor,
-    offs: Tensor,
-    *,
-    keep_rows: bool = False,
-    backend: Backend = "auto",
+    rows: Tensor | Gathered, matrices: Tensor, offs: Tensor, *, keep_rows: bool = False, backend: Backend = "auto"
 ) -> tuple[Tensor, Tensor | None]:
     """(low [R, r], the gathered rows [R, W]): low = rows[rows of e] @ matrices[e].T for each expert e, summed in fp32.
 

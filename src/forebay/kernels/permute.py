@@ -13,16 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from forebay.kernels.launch import (
-    INDICES,
-    Backend,
-    cdiv,
-    column_block,
-    launch,
-    next_power_of_2,
-    packed,
-    use_triton,
-)
+from forebay.kernels.launch import INDICES, Backend, cdiv, column_block, launch, next_power_of_2, packed, use_triton
 
 # The sort compares all pairs of a chunk. Longer chunks compare more, shorter ones make the cumulative sum longer. To count, each
 # warp passes all bins through shared memory, so few warps count; to place, a thread has a slot (see `_place_kernel`). On an H200

@@ -17,16 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from forebay.kernels.launch import Backend, cdiv, launch, use_triton
-from forebay.kernels.split_weights import (
-    BITS,
-    check_flat,
-    check_split,
-    join,
-    load_joined,
-    places,
-    split,
-    store_split,
-)
+from forebay.kernels.split_weights import BITS, check_flat, check_split, join, load_joined, places, split, store_split
 
 _BYTES_OF_TIES = 128  # of a program
 _WARPS = 8

@@ -322,12 +322,12 @@ def receive_tokens(
 
 
 def exchange_tokens(
-    x: Tensor, ids: Tensor, weights: Tensor, capacity: int, slots_max: int, local_experts: int, peers: PeerMemory
+    x: Tensor, ids: Tensor, weights: Tensor, capacity: int, local_experts: int, peers: PeerMemory
 ) -> tuple[Tensor, Received]:
-    """`send_tokens` and `receive_tokens` in one launch."""
+    """`send_tokens` and `receive_tokens` in one launch. Every need is recorded, which costs P words."""
     places, received = _places(x, peers), _empty_received(capacity, x.shape[1], x.dtype, weights.dtype, peers)
     fill = (x, ids, weights, places)
-    _launch_rows(peers, fill=fill, drain=received, slots_max=slots_max, local_experts=local_experts)
+    _launch_rows(peers, fill=fill, drain=received, local_experts=local_experts)
     return places, received
 
 

@@ -16,15 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from forebay.kernels.launch import (
-    INDICES,
-    Backend,
-    cdiv,
-    column_block,
-    launch,
-    packed,
-    use_triton,
-)
+from forebay.kernels.launch import INDICES, Backend, cdiv, column_block, launch, packed, use_triton
 
 _CHUNK = 32
 _COLUMNS = 512

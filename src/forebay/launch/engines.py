@@ -33,6 +33,9 @@ def _slurm(job: Job) -> str:
     Slurm sends SIGUSR1 before the time limit, and SIGTERM when it preempts the job; the run saves, ends with `EXIT_PREEMPTED`,
     and the script puts the job back into the queue.
     """
+    python = (
+        "python3" if job.image else sys.executable
+    )  # outside of a container this process's own: nodes share its files
     limit = f"#SBATCH --time={_clock(job.seconds)}" if job.seconds else "##SBATCH --time=24:00:00  # EDIT: a limit"
     return f"""\
 #!/bin/bash
@@ -53,7 +56,7 @@ def _slurm(job: Job) -> str:
 #SBATCH --output=%x-%j.out
 #SBATCH --chdir={shlex.quote(str(job.folder))}
 
-python={shlex.quote(_interpreter(job))}  # EDIT: a Python with Forebay, at the same path on every node
+python={shlex.quote(python)}  # EDIT: a Python with Forebay, at the same path on every node
 # export NCCL_SOCKET_IFNAME=eth0   # EDIT: only if NCCL picks the wrong network
 
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
@@ -73,11 +76,6 @@ if [[ $code -eq {EXIT_PREEMPTED} && -z ${{cancelled:-}} ]]; then
 fi
 exit "$code"
 """
-
-
-def _interpreter(job: Job) -> str:
-    """The Python that runs the job on machines that share this one's files: this process's own, outside of a container."""
-    return "python3" if job.image else sys.executable
 
 
 def _container(job: Job) -> str:

@@ -67,12 +67,7 @@ class Job:
 
 
 def describe(
-    source: str,
-    overrides: Sequence[str],
-    nodes: int,
-    gpus_per_node: int,
-    time_limit: str = "",
-    image: str = "",
+    source: str, overrides: Sequence[str], nodes: int, gpus_per_node: int, time_limit: str = "", image: str = ""
 ) -> Job:
     """Check a job and describe it.
 

@@ -15,16 +15,7 @@ import torch
 from forebay.memory.host_store import HostStore
 from forebay.memory.recorder import Peaks, Recorder, TimelineRecorder, TimingRecorder, TrialRecorder
 from forebay.memory.solver import Solver, is_interleaved, plan_offload, under_budget
-from forebay.memory.timeline import (
-    Assignment,
-    CallFigures,
-    EventName,
-    Key,
-    Plan,
-    Timeline,
-    TimelineEvent,
-    simulate,
-)
+from forebay.memory.timeline import Assignment, CallFigures, EventName, Key, Plan, Timeline, TimelineEvent, simulate
 from forebay.policy import RECOMPUTE_AND_OFFLOAD, BudgetError, PolicyError, format_bytes
 
 MAX_TRIAL_STEPS = 40  # steps of all trials together, those that do not count included

@@ -29,10 +29,7 @@ _AFTER_BACKWARD = "Change weights and buffers (optimizer.step(), a router's bias
 
 
 def recomputed(
-    forward: Callable[..., Any],
-    mode: str,
-    modules: Callable[[], Sequence[nn.Module]],
-    holder: nn.Module | None = None,
+    forward: Callable[..., Any], mode: str, modules: Callable[[], Sequence[nn.Module]], holder: nn.Module | None = None
 ) -> Callable[..., Any]:
     """`forward` under non-reentrant checkpointing with the RNG state restored, so the results are bitwise those of ``keep`` if it
     is deterministic; a plain call if gradients are off, of a transformers layer that is given a KV cache, and of lazy modules

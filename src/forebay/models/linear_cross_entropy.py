@@ -382,8 +382,7 @@ class _LogProbs(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         tokens, needed = hidden.shape[0], ctx.needs_input_grad[0]
-        wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        log_probs, entropy = (hidden.new_empty(tokens, dtype=wide) for _ in range(2))
+        log_probs, entropy = (hidden.new_empty(tokens, dtype=_accumulator_dtype(hidden.dtype)) for _ in range(2))
         is_top1 = hidden.new_empty(tokens, dtype=torch.bool)
         d_hidden = torch.empty_like(hidden) if needed else hidden.new_empty(0)
         chunk = max(1, _CHUNK_BYTES // (weight.shape[0] * hidden.element_size()))

@@ -134,9 +134,8 @@ class SymmetricDispatcher(TokenDispatcher):
                 f"got {ids.shape[1]} slots and {weights.dtype}"
             )
         if not self._exact:
-            # Needs above `slots_max` are recorded. With 0 that is every need, for `suggested_factor`, and costs P words a
-            # dispatch; `capacity_rows` alone decides what fits.
-            places, received = exchange_tokens(x, ids, weights, self.capacity_rows, 0, self.local_experts, peers)
+            # Every need is recorded, for `suggested_factor`; `capacity_rows` alone decides what fits.
+            places, received = exchange_tokens(x, ids, weights, self.capacity_rows, self.local_experts, peers)
             rows, local_ids, row_weights, source, starts = received
             return rows, local_ids, row_weights, [source, places, starts]
         places = send_tokens(x, ids, weights, self.local_experts, peers)

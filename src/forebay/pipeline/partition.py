@@ -236,13 +236,7 @@ def partition_of(config: Config, layers: int, sharing: int, costs: ModelCosts | 
         elif costs is None or asked == "even":
             chosen = even_partition(layers, schedule, pp, chunks)
         else:
-            return partition_layers(
-                costs,
-                schedule,
-                pp,
-                microbatches=microbatches,
-                chunks=chunks,
-            )
+            return partition_layers(costs, schedule, pp, microbatches=microbatches, chunks=chunks)
         return chosen if costs is None else with_costs(chosen, costs, schedule, microbatches)
     except ValueError as error:
         raise UsageError(f"parallel.partition = {asked!r}: {error}") from error

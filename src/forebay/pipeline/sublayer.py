@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from functools import partial
+from operator import methodcaller
 from typing import Any, Protocol
 
 import torch
@@ -203,7 +203,7 @@ class ExecutionContext:
             flag.set(self.comm)
             wait = flag.block
         else:
-            wait = partial(_wait_event, self.comm.record_event())
+            wait = methodcaller("wait_event", self.comm.record_event())
         self._deferred.append((self._count, wait, args))  # rule 1: hold the arguments
         return Pending(results if isinstance(results, tuple) else (results,), self, self._count)
 
@@ -220,10 +220,6 @@ class ExecutionContext:
             self.comm.wait_stream(self.compute)
         finally:  # streams of a failed capture cannot be joined
             self._deferred.clear()
-
-
-def _wait_event(event: Any, stream: Any) -> None:
-    stream.wait_event(event)
 
 
 class Wire:

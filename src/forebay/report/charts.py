@@ -224,28 +224,20 @@ def thinned(levels: Sequence[Level]) -> list[Level]:
 
 
 def curves(
-    found: Sequence[Curve],
-    x: Scale,
-    y: Scale,
-    axis: str,
-    described: str,
-    *,
-    digits: int,
-    unit: str = "",
-    per: float = 1.0,
+    found: Sequence[Curve], x: Scale, y: Scale, described: str, *, digits: int, unit: str = "", per: float = 1.0
 ) -> Html:
-    """Lines over a numeric axis. Tips show values divided by `per`, with `unit`."""
+    """Lines over steps. Tips show values divided by `per`, with `unit`."""
     numbers = sorted({at for curve in found for at, _ in curve.points})
     series = []
     for curve in found:
         values = dict(curve.points)
         shown = [round(values[n] / per, digits + 2) if n in values else None for n in numbers]
         series.append({"name": curve.name, "color": f"f-{curve.color}", "values": shown})
-    tips, places = [f"{axis} {number:g}" for number in numbers], [round(x.place(number), 4) for number in numbers]
+    tips, places = [f"step {number:g}" for number in numbers], [round(x.place(number), 4) for number in numbers]
     figures = {"x": tips, "places": places, "unit": unit, "digits": digits, "total": False, "start": len(numbers) - 1}
     figures["series"] = series
     drawing = join(*(_curve(curve, x, y) for curve in found))
-    return frame(drawing, y, x.labels(), axis, described, figures)
+    return frame(drawing, y, x.labels(), "step", described, figures)
 
 
 def _curve(curve: Curve, x: Scale, y: Scale) -> Child:

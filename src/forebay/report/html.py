@@ -240,17 +240,6 @@ def duration(seconds: float) -> str:
     return f"{seconds:,.3f} s" if seconds >= 1 else f"{1e3 * seconds:.1f} ms"
 
 
-def ranges(numbers: Iterable[int]) -> str:
-    """Ascending numbers with runs joined: "0 to 3, 5"."""
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and runs[-1][-1] == number - 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return ", ".join(f"{run[0]} to {run[-1]}" if len(run) > 1 else f"{run[0]}" for run in runs)
-
-
 def percent(measured: float, planned: float) -> str:
     """The plan's difference from the measurement, such as "+2.4 %"."""
     if planned == measured:

@@ -16,7 +16,7 @@ from forebay.config import Config
 from forebay.estimate.allocator import ROLES
 from forebay.estimate.fit import RankFit, headroom
 from forebay.estimate.layers import LayerPlan, plan_layers
-from forebay.estimate.placement import Choice, by_kind
+from forebay.estimate.placement import Choice, by_kind, ranges
 from forebay.estimate.plan import Fit, fit_run
 from forebay.estimate.search import Search
 from forebay.estimate.step_time import StepTime
@@ -49,7 +49,6 @@ from forebay.report.html import (
     join,
     layer_of,
     page,
-    ranges,
     table,
     tag,
     tiles,
@@ -410,7 +409,7 @@ def _chosen(choices: Sequence[Choice]) -> Html:
     rows = []
     for row in kinds:
         each, every = row["freed_bytes"], row["freed_bytes"] * len(row["layers"])
-        what = [str(row["rank"]), row["placement"], tag("code", row["half"]), ranges(row["layers"])]
+        what = [str(row["rank"]), row["placement"], tag("code", row["half"]), ranges(row["layers"], " to ")]
         costs = [format_bytes(each), f"{row['milliseconds']:.2f} ms", format_bytes(every)]
         rows.append([*what, *costs, bar(every / most, row["placement"])])
     heads = "rank|placement|sublayer|of layers:path|each frees:n|each costs:n|all free:n|:share"

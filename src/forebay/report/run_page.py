@@ -51,6 +51,7 @@ from forebay.report.plan_page import (
     without_other,
 )
 from forebay.report.run_files import RunFolder, read_run
+from forebay.train.metrics import copy_figures
 
 _PROCESSES = 8  # the slowest ones that a page shows
 _COLORS = ("one", "two", "three", "four")
@@ -199,7 +200,7 @@ def _peaks_section(run: RunFolder) -> Section:
         lead = f"{_RESIDENT[0].upper()}{_RESIDENT[1:]}. It only grows."
     if len(points) > len(shown):
         lead += f" The {len(shown)} fullest of {len(points)} ranks are shown."
-    chart = curves(found, _step_axis(found), y, "step", described, digits=2, unit=f" {y.unit}", per=y.per)
+    chart = curves(found, _step_axis(found), y, described, digits=2, unit=f" {y.unit}", per=y.per)
     return Section("peaks", title, lead, _figure("Peak", y.unit, found, chart))
 
 
@@ -329,21 +330,14 @@ def _placed(ranks: Sequence[Mapping[str, Any]]) -> Html:
         for placement, size in rank["saved_bytes"].items():
             regions = sum(where == placement for where in rank["placements"].values())
             if regions or size:
-                copies = _copies(rank) if placement == "offload" else ""
+                copies = ""
+                if placement == "offload":
+                    figures = copy_figures(rank["d2h_gbps"], rank["h2d_gbps"], rank["wait_ms"])
+                    copies = ", ".join([f"{format_bytes(rank['moved_bytes'])} moved", *figures])
                 rows.append((str(rank["rank"]), placement, str(regions), format_bytes(size), copies))
     of = "a step" if len(ranks) > 1 else "a microbatch"
     caption = f"Measured in the last backward of {of}; a recomputed part saves its input"
     return table(caption, "rank|placement|parts:n|bytes:n|copies", rows)
-
-
-def _copies(rank: Mapping[str, Any]) -> str:
-    figures = [
-        (rank["d2h_gbps"], "out at {:.1f} GB/s"),
-        (rank["h2d_gbps"], "back at {:.1f} GB/s"),
-        (rank["wait_ms"], "waited {:.1f} ms"),
-    ]
-    moved = f"{format_bytes(rank['moved_bytes'])} moved"
-    return ", ".join([moved, *(text.format(value) for value, text in figures if value is not None)])
 
 
 def _training_section(run: RunFolder) -> Section:
@@ -355,12 +349,12 @@ def _training_section(run: RunFolder) -> Section:
         loss.append(Curve("validation", run.validations, "two", dots=True))
     values = [value for curve in loss for _, value in curve.points]
     described = f"Loss from {values[0]:.3f} to {run.steps[-1]['cross_entropy_loss']:.3f} nats a token."
-    drawn = curves(loss, _step_axis(loss), scale(min(values), max(values)), "step", described, digits=4)
+    drawn = curves(loss, _step_axis(loss), scale(min(values), max(values)), described, digits=4)
     speed = [Curve("tokens a second", [(s["step"], s["tokens_per_second"]) for s in run.steps], "three")]
     fastest = max(value for _, value in speed[0].points)
     per, unit = (1000.0, "thousand tokens a second") if fastest >= 20_000 else (1.0, "tokens a second")
     described = f"Tokens a second, at most {fastest:,.0f}."
-    also_drawn = curves(speed, _step_axis(speed), scale(0.0, fastest, per), "step", described, digits=0)
+    also_drawn = curves(speed, _step_axis(speed), scale(0.0, fastest, per), described, digits=0)
     body = join(_figure("Loss", "nats a token", loss, drawn), _figure("Speed", unit, speed, also_drawn))
     lead = "Speed is that of all processes together. The time of a step includes everything from forward to optimizer."
     return Section("training", title, lead, body)

@@ -127,9 +127,7 @@ class CapacityRetries:
 
     def factor(self) -> float | None:
         """The smallest capacity factor that would have kept every row of the run; None without a capacity."""
-        own = self._dispatcher.suggested_factor() if self._dispatcher is not None else None
-        (largest,) = self._mesh.max(max(self._largest_factor, own or 0.0))
-        return largest or None
+        return max(self._largest_factor, self._suggested_factor()) or None
 
     @contextmanager
     def exactly(self) -> Iterator[None]:
@@ -178,7 +176,10 @@ class CapacityRetries:
 
     def _measure_factor(self) -> float | None:
         """The factor that the exact attempt needed. The first attempt routed other rows after the first one that it lost."""
-        own = self._dispatcher.suggested_factor() if self._dispatcher is not None else None
-        (largest,) = self._mesh.max(own or 0.0)
+        largest = self._suggested_factor()
         self._largest_factor = max(self._largest_factor, largest)
         return largest or None
+
+    def _suggested_factor(self) -> float:
+        own = self._dispatcher.suggested_factor() if self._dispatcher is not None else None
+        return self._mesh.max(own or 0.0)[0]

@@ -283,7 +283,7 @@ class Checkpoints:
             remote.remove(self._expired({name: written[name] for name in written if name != path.name}))
 
         try:
-            on_main(lambda: remote.begin(path.name), group)
+            on_main(lambda: remote.remove([path.name]), group)  # what an earlier or broken upload left of it
             files = sorted(read_manifest(path)["files"])
             on_all(lambda: remote.put(path, files[rank::size]), group)
             on_main(lambda: remote.finish(path), group)

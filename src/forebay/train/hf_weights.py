@@ -182,18 +182,14 @@ def fill(model: Any, blueprint: Any, folder: Path) -> None:
             # A name without a source is a buffer that transformers computes.
             if name not in sources or not local(tensor).numel():
                 continue
-            source, block = sources[name], shard_slices(tensor)
-            local(tensor).copy_(source.read(block))
+            source, block, own = sources[name], shard_slices(tensor), local(tensor)
+            own.copy_(source.read(block))
             for other in [each for pair in tied if name in pair for each in pair]:
-                # Where one of them is stored, its source is that of both. Each process compares the part that it reads.
+                # Where one of them is stored, its source is that of both. Each process compares the part that it reads, as
+                # transformers does in the dtype of the model.
                 twin = sources.get(other, source)
-                if twin is not source and not _holds(local(tensor), twin.read(block)):
+                if twin is not source and not torch.equal(own, twin.read(block).to(own)):
                     raise not_tied(folder, name, other)
-
-
-def _holds(tensor: torch.Tensor, stored: torch.Tensor) -> bool:
-    """Whether a tensor has the stored values, in its own dtype: as transformers compares them."""
-    return torch.equal(tensor, stored.to(tensor))
 
 
 class Source(Protocol):

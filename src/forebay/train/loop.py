@@ -316,7 +316,7 @@ class _TrainingRun:
         trainer: Trainer,
         stop: StopRequest,
         limit: TimeLimit,
-        remote: RemoteFolder | None = None,
+        remote: RemoteFolder | None,
     ):
         config = path.config
         self.path, self.config, self.console, self.start, self.trainer = path, config, console, start, trainer

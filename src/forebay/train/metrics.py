@@ -295,13 +295,15 @@ def _where(placement: str, summary: Summary) -> str:
     if placement != "offload":
         return "GPU memory" if summary.on_gpu else "memory"
     on_cpu = "the host store; on a CPU that is ordinary memory, so nothing is saved"
-    copied = (
-        ("out at", summary.report.d2h_gbps, "GB/s"),
-        ("back at", summary.report.h2d_gbps, "GB/s"),
-        ("waited", summary.report.wait_ms, "ms"),
-    )
-    figures = [f"{name} {value:.1f} {unit}" for name, value, unit in copied if value is not None]
+    of = summary.report
+    figures = copy_figures(of.d2h_gbps, of.h2d_gbps, of.wait_ms)
     return ", ".join(["pinned host memory" if summary.on_gpu else on_cpu, *figures])
+
+
+def copy_figures(d2h_gbps: float | None, h2d_gbps: float | None, wait_ms: float | None) -> list[str]:
+    """Those of `StepReport` that were measured, in words."""
+    copied = ("out at", d2h_gbps, "GB/s"), ("back at", h2d_gbps, "GB/s"), ("waited", wait_ms, "ms")
+    return [f"{name} {value:.1f} {unit}" for name, value, unit in copied if value is not None]
 
 
 def _result_rows(summary: Summary) -> list[tuple[str, str]]:

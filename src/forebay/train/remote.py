@@ -67,10 +67,6 @@ class RemoteFolder:
         """Name and time of the newest checkpoint; None if there is none. Raises as `names`."""
         return next(reversed(self.names().items()), None)
 
-    def begin(self, name: str) -> None:
-        """Remove what an earlier or broken upload left of a checkpoint."""
-        self._try("written", lambda: self._remove(name))
-
     def put(self, folder: Path, files: list[str]) -> None:
         """Upload some files of a checkpoint's folder, which all processes share among them.
 

@@ -68,7 +68,8 @@ class TimeLimit:
 
     def stepped(self) -> None:
         """A step ended, with its validation."""
-        seconds = self._since_mark()
+        before, self._mark = self._mark, self._clock()
+        seconds = self._mark - before
         if self._first is None:
             self._first = seconds  # with building the model and compiling: longer than any other
         else:
@@ -114,7 +115,3 @@ class TimeLimit:
     @property
     def _left(self) -> float:
         return self._seconds - (self._clock() - self._started)
-
-    def _since_mark(self) -> float:
-        before, self._mark = self._mark, self._clock()
-        return self._mark - before

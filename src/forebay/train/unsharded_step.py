@@ -65,7 +65,7 @@ class UnshardedStep:
             gathered.
     """
 
-    def __init__(self, model: Any, cut: CutModel, reshard: bool, in_place: bool = False):
+    def __init__(self, model: Any, cut: CutModel, reshard: bool, in_place: bool):
         self._model, self._cut = model, cut
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
         self._sums: dict[str, Any] = {}

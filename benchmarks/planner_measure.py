@@ -227,7 +227,7 @@ def measure(
             _make_corpus(entries[0])
             workers.wait(ends)
             for size in sorted({e.gpus for e in todo}, reverse=True):
-                groups = [Group(g, workers) for g in _split(gpus, size)]
+                groups = [Group(g, workers) for g in split(gpus, size)]
                 # Runs that compile take longest: they come first, and the others fill the other groups meanwhile.
                 own = sorted((e for e in todo if e.gpus == size), key=lambda e: not e.sections["memory"].get("compile"))
                 for row in _phase(own, groups, ports, seconds, ends, limits or {}):
@@ -243,7 +243,7 @@ def measure(
     return rows
 
 
-def _split(gpus: int, size: int) -> list[tuple[int, ...]]:
+def split(gpus: int, size: int) -> list[tuple[int, ...]]:
     return [tuple(range(first, first + size)) for first in range(0, gpus - size + 1, size)]
 
 

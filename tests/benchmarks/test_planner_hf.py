@@ -51,8 +51,25 @@ def test_both_arms_run_once_and_are_compared_with_their_plans(
     )
 
 
+@pytest.mark.integration
+@pytest.mark.parametrize("fsdp", ["true", "false"], ids=["fsdp", "ddp"])
+def test_two_processes_share_a_run(planner_hf: Any, fsdp: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both arms, with accumulation; as many steps as on one GPU."""
+    hf = (*HF, "gradient_accumulation_steps=2", "bf16=true", f"fsdp={fsdp}")
+    run = planner_hf.Run("two", "qwen3-30b-a3b", hf, tuple(f"model.config.{s}" for s in SMALL) + MEMORY, 2)
+    file = tmp_path / "planner_hf_8.json"
+    file.write_text(json.dumps({"runs": [planner_hf.asdict(run) | {"planned": {}}]}))
+    monkeypatch.setenv("FOREBAY_RESULTS", str(tmp_path))
+    planner_hf.run(file, 500)
+    rows = planner_hf.read(tmp_path / "planner_hf_8_measured.jsonl")
+    assert [row["arm"] for row in rows] == list(planner_hf.ARMS)
+    assert all(len(row["seconds"]) == planner_hf.STEPS - planner_hf.WARM for row in rows), rows
+
+
 def test_a_seed_draws_the_same_runs(planner_hf: Any) -> None:
-    one, other = ([planner_hf.drawn(random.Random(seed), n) for n in range(20)] for seed in (5, 5))
-    assert one == other
-    for run in one:
-        assert planner_hf.read_arguments(run.hf).dtype == "bfloat16" and run.configuration().model.family
+    for gpus in (1, 2):
+        one, other = ([planner_hf.drawn(random.Random(seed), n, gpus) for n in range(20)] for seed in (5, 5))
+        assert one == other
+        for run in one:
+            assert planner_hf.read_arguments(run.hf).dtype == "bfloat16" and run.configuration().model.family
+            assert run.gpus == gpus and (gpus > 1) == any(text.startswith("fsdp=") for text in run.hf)

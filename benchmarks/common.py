@@ -162,6 +162,21 @@ def peak_of(call: Callable[[], Any]) -> int:
     return torch.cuda.max_memory_allocated() - base
 
 
+def memory_figures(forward: Callable[[], Tensor]) -> tuple[int, dict[str, float]]:
+    """Bytes held before a step, a forward that returns its loss and a backward; and the step's figures in GiB."""
+    settle_memory()
+    base = torch.cuda.memory_allocated()
+    loss = forward()
+    after_forward = torch.cuda.memory_allocated() - base
+    loss.backward()
+    peak, reserved = torch.cuda.max_memory_allocated() - base, torch.cuda.max_memory_reserved()
+    return base, {
+        "after forward GiB": after_forward / GIB,
+        "peak over base GiB": peak / GIB,
+        "reserved GiB": reserved / GIB,
+    }
+
+
 def outside() -> int:
     """Bytes of the device that are in use and not torch's allocator's."""
     free, total = torch.cuda.mem_get_info()

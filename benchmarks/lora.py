@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from common import GIB, median_ms, settle_memory, sized, until_settled, write
+from common import GIB, median_ms, memory_figures, settle_memory, sized, until_settled, write
 from hollow_attention import hollow_attention
 from peft import LoraConfig, get_peft_model
 from step_profile import print_profile
@@ -132,13 +132,7 @@ def measure(arm: Arm, options: argparse.Namespace, sequence: int, budget: int | 
             until_settled(managed, lambda: forward().backward())
         for _ in range(3):
             forward().backward()
-        settle_memory()
-        base = torch.cuda.memory_allocated()
-        loss = forward()
-        after_forward = torch.cuda.memory_allocated() - base
-        loss.backward()
-        del loss
-        peak, reserved = torch.cuda.max_memory_allocated() - base, torch.cuda.max_memory_reserved()
+        base, memory = memory_figures(forward)
         ms, times = median_ms(lambda: forward().backward(), options.steps)
         if options.profile:
             print_profile(arm.name, lambda: forward().backward())
@@ -148,10 +142,8 @@ def measure(arm: Arm, options: argparse.Namespace, sequence: int, budget: int | 
         "ms": ms,
         "spread ms": max(times) - min(times),
         "tokens/s": options.batch * sequence / ms * 1e3,
-        "after forward GiB": after_forward / GIB,
-        "peak over base GiB": peak / GIB,
+        **memory,
         "base GiB": base / GIB,
-        "reserved GiB": reserved / GIB,
         "loss": first,
     }
 

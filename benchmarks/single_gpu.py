@@ -34,7 +34,7 @@ from typing import Any
 import sonic
 import stacks
 import torch
-from common import GIB, median_ms, save, settle_memory, sized, until_settled, write
+from common import GIB, median_ms, memory_figures, save, settle_memory, sized, until_settled, write
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV2Config,
@@ -139,23 +139,14 @@ def measure(
             until_settled(mem, lambda: forward().backward())
         for _ in range(5):
             forward().backward()
-        settle_memory()
-        base = torch.cuda.memory_allocated()
-        out = forward()
-        after_forward = torch.cuda.memory_allocated() - base
-        out.backward()
-        del out
-        peak = torch.cuda.max_memory_allocated() - base
-        reserved = torch.cuda.max_memory_reserved()
+        _, memory = memory_figures(forward)
         steps = options.steps * (1 if per_step or not name.startswith("forebay") else 4)
         ms, times = median_ms(lambda: forward().backward(), steps)
         row = {
             "arm": name,
             "ms": ms,
             "spread ms": max(times) - min(times),
-            "after forward GiB": after_forward / GIB,
-            "peak over base GiB": peak / GIB,
-            "reserved GiB": reserved / GIB,
+            **memory,
             "loss": loss,
         }
         if mem is not None and hasattr(mem, "report"):

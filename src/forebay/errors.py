@@ -20,8 +20,6 @@ class UsageError(ForebayError):
 class RunError(ForebayError):
     """A failure while running, such as a broken file or a full disk (exit code 1)."""
 
-    exit_code = 1
-
 
 class DoesNotFit(RunError):
     """The run does not fit into the memory of the device or of the host (exit code 3, as of a plan that does not fit)."""

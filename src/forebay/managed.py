@@ -259,7 +259,8 @@ def manage(
     )
     model, prefix = unwrap(model)
     if prefix and not isinstance(policy, str):
-        policy = _without_prefix(policy, f"{prefix}.")
+        # A pattern that is not a text is refused later.
+        policy = {p.removeprefix(f"{prefix}.") if isinstance(p, str) else p: where for p, where in policy.items()}
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     fallbacks: list[str] = []
     with ExitStack() as undo:  # on an error, removes what is installed so far
@@ -365,11 +366,6 @@ def _check_policy(policy: Any, budget: Any, offload: Any) -> None:
         check_placements(policy)
     # "stash" is checked with the model; here the pattern stands for the paths that it will match.
     check_claims([Claim(p, placement, p) for p, placement in pairs if placement != "stash"], _as_bytes(budget), offload)
-
-
-def _without_prefix(policy: Mapping[str, str], prefix: str) -> dict[str, str]:
-    # A pattern that is not a text is refused later.
-    return {p.removeprefix(prefix) if isinstance(p, str) else p: placement for p, placement in policy.items()}
 
 
 def _as_bytes(size: int | str | None) -> int | None:

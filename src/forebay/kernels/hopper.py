@@ -34,7 +34,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from forebay.kernels.launch import Backend, cdiv, launch, next_power_of_2, use_triton
+from forebay.kernels.launch import Backend, cdiv, launch, next_power_of_2, on_16_bytes, use_triton
 
 _VERSION = "0.3.11"
 """Also in pyproject.toml. The arguments of the package's GEMMs change between releases."""
@@ -282,7 +282,7 @@ def gated_product(x: Tensor, rows: Rows, gate_up: Tensor) -> tuple[Tensor, Tenso
 
     with torch.cuda.device_of(x):
         gemm_gated(
-            _aligned(x), _aligned(gate_up), h, None, glu, None, "swiglu", *_cut(GATED),
+            on_16_bytes(x), on_16_bytes(gate_up), h, None, glu, None, "swiglu", *_cut(GATED),
             cu_seqlens_m=rows.bounds, A_idx=rows.tokens, concat_layout=("B",),
         )  # fmt: skip
     return h, glu
@@ -306,7 +306,7 @@ def activation_gradient(dy: Tensor, rows: Rows, down: Tensor, h: Tensor) -> tupl
 
     with torch.cuda.device_of(h):
         gemm_dgated(
-            _aligned(dy), _aligned(down).mT, h, h, act, None, "swiglu", *_cut(ACTIVATION),
+            on_16_bytes(dy), on_16_bytes(down).mT, h, h, act, None, "swiglu", *_cut(ACTIVATION),
             colvec_scale=rows.weights, colvec_reduce=partial, cu_seqlens_m=rows.bounds, A_idx=rows.tokens,
         )  # fmt: skip
     return act, partial
@@ -320,7 +320,7 @@ def input_gradient(dh: Tensor, rows: Rows, gate_up: Tensor) -> Tensor:
     from quack.gemm import gemm
 
     with torch.cuda.device_of(dh):
-        gemm(dh, _aligned(gate_up).mT, out, None, None, *_cut(INPUT), cu_seqlens_m=rows.bounds, concat_layout=("B",))
+        gemm(dh, on_16_bytes(gate_up).mT, out, None, None, *_cut(INPUT), cu_seqlens_m=rows.bounds, concat_layout=("B",))
     return out
 
 
@@ -346,18 +346,10 @@ def _weight_gradient(
 
     with torch.cuda.device_of(others):
         gemm(
-            _aligned(tokens).t(), others.t(), view, None, None, *_cut(tiles), cu_seqlens_k=rows.bounds,
+            on_16_bytes(tokens).t(), others.t(), view, None, None, *_cut(tiles), cu_seqlens_k=rows.bounds,
             A_idx=rows.tokens, concat_layout=("out",) if alternating else None,
         )  # fmt: skip
     return out
-
-
-def _aligned(t: Tensor) -> Tensor:
-    """`t` contiguous at a multiple of 16 bytes, as the kernels' descriptors need it."""
-    t = t.contiguous()
-    if t.shape[0] == 1:
-        t = t.view(-1).view(t.shape)  # the stride of a dimension of 1 may be anything
-    return t if t.data_ptr() % 16 == 0 else t.clone()
 
 
 def _cut(tiles: Tiles) -> tuple[Any, ...]:

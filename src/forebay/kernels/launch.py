@@ -63,6 +63,14 @@ def packed(
     return tensor.contiguous()
 
 
+def on_16_bytes(tensor: Tensor) -> Tensor:
+    """`tensor`, or a copy of it, contiguous from a multiple of 16 bytes on, as vectors of that size are loaded from it."""
+    tensor = tensor.contiguous()
+    if tensor.shape[0] < 2:
+        tensor = tensor.view(-1).view(tensor.shape)  # contiguous with any stride, which not all take
+    return tensor.clone() if tensor.data_ptr() % 16 else tensor
+
+
 def _has_shape(tensor: Tensor, shape: Sequence[int | None]) -> bool:
     sizes = tensor.shape
     if sizes == tuple(shape):

@@ -20,7 +20,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import globaltimer
 
-from forebay.kernels.launch import cdiv, column_block, launch, next_power_of_2
+from forebay.kernels.launch import cdiv, column_block, launch, next_power_of_2, on_16_bytes
 
 # A flag in memory holds the number of operations in which its chunk was filled. Flags only grow and are never reset, and the
 # count is on the device (`state`), so a captured CUDA graph can be replayed. Filled regions exist twice and are used in turn:
@@ -209,10 +209,7 @@ def aligned_rows(name: str, rows: Tensor, peers: PeerMemory) -> Tensor:
             f"{name} must be rows of {at.row_bytes} bytes on {peers.base.device}, got {list(rows.shape)} {rows.dtype} on "
             f"{rows.device}"
         )
-    rows = rows.contiguous()
-    if rows.shape[0] < 2:
-        rows = rows.view(-1).view(rows.shape)  # contiguous with any stride, which the view in words would refuse
-    return rows.clone() if rows.data_ptr() % 16 else rows
+    return on_16_bytes(rows)
 
 
 def as_integers(name: str, values: Tensor, peers: PeerMemory, rows: int) -> Tensor:

@@ -270,7 +270,7 @@ class Trainer:
         if not (math.isfinite(loss) and math.isfinite(size)):
             raise NotFinite(
                 f"step {number}: the loss is {loss} and the gradient norm {size}, which is not finite; "
-                "lower optimizer.lr or lengthen schedule.warmup, and go on from an earlier checkpoint with --resume"
+                "lower optimizer.lr or lengthen schedule.warmup"
             )
         seconds, peaks, reserved, health = self._measure(started, held, routing, any(lacked_room))
         return StepRecord(

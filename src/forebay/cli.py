@@ -103,7 +103,9 @@ def _run_command(options: argparse.Namespace) -> int:
     except (ForebayError, PolicyError, BudgetError) as error:
         return _fail(error, getattr(error, "exit_code", UsageError.exit_code), options.debug)
     except KeyboardInterrupt as error:
-        advice = "; if there are checkpoints they are intact, continue with --resume" if options.command == "train" else ""
+        advice = (
+            "; if there are checkpoints they are intact, continue with --resume" if options.command == "train" else ""
+        )
         return _fail(Interrupted(f"stopped by Ctrl-C{advice}"), Interrupted.exit_code, options.debug, error)
     except BrokenPipeError:  # the reader of the output ended, as `head` does
         # Without this, the interpreter's last flush prints an error.

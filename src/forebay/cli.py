@@ -408,7 +408,9 @@ def _answer_plan(options: argparse.Namespace, budget: int | None) -> int:
     from forebay.estimate.trace_cache import TraceCache
     from forebay.report.html import checked, write_page
     from forebay.report.plan_page import Planned, plan_page
+    from forebay.train.hf_io import check_vocabulary, declared_by
     from forebay.train.model_checks import check_length
+    from forebay.train.tokenizer import load_tokenizer
 
     given = [] if options.pp is None else [f"parallel.pp={options.pp}"]
     request = ask(options.config, [*options.overrides, *given], options.world or 0)
@@ -422,6 +424,8 @@ def _answer_plan(options: argparse.Namespace, budget: int | None) -> int:
     auto = budget if options.auto else None
     page = None if options.html is None else checked(options.html.expanduser())  # raises before any work
     _quiet_transformers()
+    if not request.chosen:  # of a bare model, the data is not known
+        check_vocabulary(declared_by(config), load_tokenizer(config.data.tokenizer).vocabulary)
     if options.search:
         with _Progress() as progress:
             found = search(

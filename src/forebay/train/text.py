@@ -8,6 +8,7 @@ none has to fit in memory; one that is not text is an error with its name and th
 import json
 import os
 import sysconfig
+from codecs import BOM_UTF8
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -156,9 +157,14 @@ def _expand(path: Path, source: str) -> list[Path]:
 
 
 def _text(file: Path, strict: bool) -> Iterator[Piece]:
-    """Blocks of a text file, cut at line ends, so that the tokens of a line do not depend on the block size."""
-    offset, rest = 0, b""
+    """Blocks of a text file, cut at line ends, so that the tokens of a line do not depend on the block size.
+
+    A byte order mark is not text. `json.loads` drops that of a JSONL file.
+    """
+    rest = b""
     with file.open("rb") as stream:
+        offset = len(BOM_UTF8) if stream.read(len(BOM_UTF8)) == BOM_UTF8 else 0
+        stream.seek(offset)
         while block := stream.read(BLOCK):
             _refuse_binary(file, block, offset)
             offset += len(block)

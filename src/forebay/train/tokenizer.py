@@ -47,7 +47,7 @@ def load_tokenizer(name: str) -> Tokenizer:
     folder = folder_of(name)
     if folder is None:
         return Tokenizer("bytes", 257, BYTES_END, lambda raw: np.frombuffer(raw, dtype=np.uint8).astype(np.int64))
-    if not folder.is_dir():
+    if not name or not folder.is_dir():  # a `Path` of '' is the working directory
         raise UsageError(f"data.tokenizer = {name!r} is neither 'bytes' nor a folder with a Hugging Face tokenizer")
     from transformers import AutoTokenizer
 

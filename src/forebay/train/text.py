@@ -23,6 +23,7 @@ PART = 64 << 20  # bytes of a JSONL file or a dataset that are one part
 # Folders that are not the standard library's own code, and tests, which contain deliberately broken encodings.
 _NOT_STDLIB = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "lib2to3"})
 _SUFFIXES: Mapping[str, tuple[str, ...]] = {"jsonl": (".jsonl", ".json"), "parquet": (".parquet",)}
+_ONE_A_LINE = "each line must be an object of its own"  # a JSON file over several lines is a common mistake
 _CONTROLS = bytes(c for c in range(32) if c not in b"\t\n\r\f\v\b\x1b")
 
 
@@ -212,7 +213,7 @@ def _jsonl(part: TextPart, field: str) -> Iterator[Piece]:
             try:
                 record = parsed(json.loads, line)
             except ValueError as error:
-                raise RunError(f"{_line(part.path, begin)}: not a JSON object ({error})") from None
+                raise RunError(f"{_line(part.path, begin)}: not a JSON object ({error}); {_ONE_A_LINE}") from None
             text = record.get(field) if isinstance(record, dict) else None
             if not isinstance(text, str):
                 raise _no_text(_line(part.path, begin), field, record)
@@ -229,7 +230,9 @@ def _line(file: Path, offset: int) -> str:
 def _no_text(where: str, field: str, record: Any) -> RunError:
     if isinstance(record, dict) and field in record:
         return RunError(f"{where}: field {field!r} holds {record[field]!r:.40}, not text")
-    held = ", ".join(map(repr, record)) if isinstance(record, dict) else "no fields"
+    if not isinstance(record, dict):
+        return RunError(f"{where}: not a JSON object but a {type(record).__name__}; {_ONE_A_LINE}")
+    held = ", ".join(map(repr, record)) or "no fields"
     return RunError(
         f"{where}: no text in field {field!r}; the record has {held}, so set data.field to the one with the text"
     )

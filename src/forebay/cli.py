@@ -408,7 +408,7 @@ def _answer_plan(options: argparse.Namespace, budget: int | None) -> int:
     from forebay.estimate.trace_cache import TraceCache
     from forebay.report.html import checked, write_page
     from forebay.report.plan_page import Planned, plan_page
-    from forebay.train.hf_io import check_vocabulary, declared_by
+    from forebay.train.hf_io import check_vocabulary
     from forebay.train.model_checks import check_length
     from forebay.train.tokenizer import load_tokenizer
 
@@ -424,8 +424,9 @@ def _answer_plan(options: argparse.Namespace, budget: int | None) -> int:
     auto = budget if options.auto else None
     page = None if options.html is None else checked(options.html.expanduser())  # raises before any work
     _quiet_transformers()
+    traces = TraceCache()
     if not request.chosen:  # of a bare model, the data is not known
-        check_vocabulary(declared_by(config), load_tokenizer(config.data.tokenizer).vocabulary)
+        check_vocabulary(traces.declared(config), load_tokenizer(config.data.tokenizer).vocabulary)
     if options.search:
         with _Progress() as progress:
             found = search(
@@ -434,7 +435,6 @@ def _answer_plan(options: argparse.Namespace, budget: int | None) -> int:
         config, plan, fit = found.config, found.plan, found.fit
         request = request.planned_as(config)
     else:
-        traces = TraceCache()
         check_length(config.train.sequence, traces.declared(config))
         plan = plan_layers(config, world, traces)
         fit = fit_run(

@@ -183,9 +183,10 @@ def test_advice_names_what_can_be_resumed(
     broken = {"optimizer": {"lr": 1e38}, "schedule": {"kind": "constant"}, "log": {"folder": str(tmp_path / "broken")}}
     with pytest.raises(NotFinite, match=r"step 2: the loss is nan.*schedule\.warmup; there is no checkpoint yet$"):
         train(tiny(**broken), quiet())
-    folder = train(tiny(train={"steps": 2}), quiet())
+    folder = train(tiny(train={"steps": 2}, checkpoint={"every": 1}), quiet())
     newest = folder / "checkpoints" / "step-00000002"
-    with pytest.raises(NotFinite, match=f"the checkpoint {newest} is intact: go on with --resume {folder}$"):
+    said = f"the checkpoint {newest} is intact: go on with --resume {folder}, or name an older one there$"
+    with pytest.raises(NotFinite, match=said):
         train(tiny(**{**broken, "log": {}}), quiet(), resume="")
     copy = Path(shutil.copytree(newest, tmp_path / "kept" / newest.name))
     with pytest.raises(NotFinite, match=f"there is no checkpoint yet: go on with --resume {copy}$"):

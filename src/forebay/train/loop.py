@@ -338,7 +338,9 @@ class _TrainingRun:
         except Exception as error:
             self._close(failed=True)
             if isinstance(error, NotFinite):
-                raise NotFinite(f"{error}; {_intact_checkpoint(self.start)}") from error
+                # The newest one may have been written after the weights went wrong.
+                older = ", or name an older one there" if len(self.checkpoints.all()) > 1 else ""
+                raise NotFinite(f"{error}; {_intact_checkpoint(self.start)}{older}") from error
             raise
         self._close()
         return folder

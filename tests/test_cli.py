@@ -327,6 +327,7 @@ def test_plan_of_the_largest_model_without_its_weights(plan: Plan) -> None:
     assert held == pytest.approx(12.125 * fit["parameters"], rel=0.01)
 
 
+SMALL = "the model's vocab_size is 100, but the tokenizer has 257 ids; set model.config.vocab_size to at least 257"
 CONTAINER = '--set=memory.policy={"model.layers.0" = "offload"}'
 PLAN, TRAIN = ["plan", "{folder}/config.toml"], ["train", "{folder}/config.toml"]
 
@@ -371,6 +372,9 @@ PLAN, TRAIN = ["plan", "{folder}/config.toml"], ["train", "{folder}/config.toml"
             ["--budget=80"],
             ["a budget of 80 B is below", "such as 80GiB: a number alone is in bytes"],
         ),
+        (PLAN, ["--set=model.config.vocab_size=100"], [SMALL]),
+        (PLAN, ["--set=model.config.vocab_size=100", "--search=microbatch"], [SMALL]),
+        (TRAIN, ["--set=model.config.vocab_size=100"], [SMALL]),
         (["train", "quickstrat"], [], ["'quickstart'"]),
         (TRAIN, [f"--set=train.seed={2**64}"], ["train.seed", "too large"]),
         (TRAIN, [f"--set=log.folder={'x' * 300}"], ["'xxx", "is no path: File name too long"]),
@@ -513,7 +517,7 @@ def test_an_interrupt_before_the_first_step(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Trainer, "__init__", interrupted)
-    refused(run("train", config), "stopped by Ctrl-C; earlier checkpoints are intact", code=130)
+    refused(run("train", config), "stopped by Ctrl-C; if there are checkpoints they are intact", code=130)
     assert not (tmp_path / "run").exists()
 
 

@@ -63,7 +63,7 @@ def test_overrides(tmp_path: Path) -> None:
     [
         (with_key("train", stpes=3), ["'stpes'", "[train]", "nearest valid key is 'steps'"]),
         (with_key("trian", steps=3), ["[trian]", "nearest valid section is 'train'"]),
-        ({**VALID, "steps": 3}, ["unknown section", "steps"]),
+        ({**VALID, "steps": 3}, ["key 'steps' outside any section", "valid sections are model, data"]),
         ({**VALID, "train": 3}, ["'train'", "must be a section"]),
         (with_key("train", steps="many"), ["train.steps", "'many'", "a whole number"]),
         (with_key("train", steps=True), ["train.steps", "a whole number"]),

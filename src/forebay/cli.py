@@ -103,7 +103,9 @@ def _run_command(options: argparse.Namespace) -> int:
     except (ForebayError, PolicyError, BudgetError) as error:
         return _fail(error, getattr(error, "exit_code", UsageError.exit_code), options.debug)
     except KeyboardInterrupt as error:
-        advice = "; earlier checkpoints are intact, continue with --resume" if options.command == "train" else ""
+        advice = (
+            "; if there are checkpoints they are intact, continue with --resume" if options.command == "train" else ""
+        )
         return _fail(Interrupted(f"stopped by Ctrl-C{advice}"), Interrupted.exit_code, options.debug, error)
     except BrokenPipeError:  # the reader of the output ended, as `head` does
         # Without this, the interpreter's last flush prints an error.
@@ -406,7 +408,9 @@ def _answer_plan(options: argparse.Namespace, budget: int | None) -> int:
     from forebay.estimate.trace_cache import TraceCache
     from forebay.report.html import checked, write_page
     from forebay.report.plan_page import Planned, plan_page
+    from forebay.train.hf_io import check_vocabulary
     from forebay.train.model_checks import check_length
+    from forebay.train.tokenizer import load_tokenizer
 
     given = [] if options.pp is None else [f"parallel.pp={options.pp}"]
     request = ask(options.config, [*options.overrides, *given], options.world or 0)
@@ -420,6 +424,9 @@ def _answer_plan(options: argparse.Namespace, budget: int | None) -> int:
     auto = budget if options.auto else None
     page = None if options.html is None else checked(options.html.expanduser())  # raises before any work
     _quiet_transformers()
+    traces = TraceCache()
+    if not request.chosen:  # of a bare model, the data is not known
+        check_vocabulary(traces.declared(config), load_tokenizer(config.data.tokenizer).vocabulary)
     if options.search:
         with _Progress() as progress:
             found = search(
@@ -428,7 +435,6 @@ def _answer_plan(options: argparse.Namespace, budget: int | None) -> int:
         config, plan, fit = found.config, found.plan, found.fit
         request = request.planned_as(config)
     else:
-        traces = TraceCache()
         check_length(config.train.sequence, traces.declared(config))
         plan = plan_layers(config, world, traces)
         fit = fit_run(

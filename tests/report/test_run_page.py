@@ -80,6 +80,7 @@ def test_a_folder_as_it_is_read(tmp_path: Path) -> None:
 
 STEP = '{"step": 1, "cross_entropy_loss": 2.0, "seconds": 1, "tokens_per_second": 5%s}\n'
 HEALTH = '{"step": 1, "busy_seconds_by_process": [1.5]%s}\n'
+FOREIGN = '{"config": {"nothing": {}}, "versions": {}, "machine": {%s}}'
 LOAD = ', "peak_bytes_by_process": [9], "expert_load_by_expert/layer_0": [3, 1]'
 
 
@@ -88,7 +89,15 @@ LOAD = ', "peak_bytes_by_process": [9], "expert_load_by_expert/layer_0": [3, 1]'
     [
         ("run.json", "{", RunError, "run.json is damaged: it is not JSON"),
         ("run.json", "[]", RunError, "run.json is damaged: it is not what"),
-        ("run.json", '{"config": {"nothing": {}}}', UsageError, "unknown section"),
+        ("run.json", "null", RunError, "run.json is damaged: it is not what"),
+        ("run.json", '{"config": {}, "versions": {}, "machine": {}}', RunError, "run.json is damaged: it is not what"),
+        ("run.json", FOREIGN % '"processes": null, "device": "CPU"', RunError, "run.json is damaged: it is not what"),
+        (
+            "run.json",
+            FOREIGN % '"processes": 1, "device": "CPU"',
+            UsageError,
+            "run.json holds a configuration that is not valid here: the configuration has an unknown section",
+        ),
         ("metrics.jsonl", '{"step": 1\n{"step": 2}\n', RunError, "metrics.jsonl is damaged in line 1"),
         ("metrics.jsonl", "7\n", RunError, "metrics.jsonl is damaged in line 1"),
         ("metrics.jsonl", STEP % "", RunError, "line 1: peak_bytes_by_rank is missing, or is not a list of numbers"),

@@ -15,7 +15,9 @@ from forebay.config import Config, Model
 from forebay.errors import ForebayError, RunError, UsageError
 from forebay.train import hf_io
 from forebay.train.durable import FolderLock
-from tests.train.common import CPU, small_files, word_tokenizer
+from forebay.train.loop import export, train
+from forebay.train.tokenizer import BYTES_END
+from tests.train.common import CPU, MODEL, quiet, small_files, word_tokenizer
 
 IDS = torch.arange(12).reshape(2, 6)
 
@@ -122,6 +124,29 @@ def test_an_export_has_the_chat_template(tmp_path: Path, tiny: Callable[..., Con
     hf_io.save(hf_io.build(tiny().model, 257, CPU), tmp_path / "out", tokenizer)
     assert AutoTokenizer.from_pretrained(tmp_path / "out").chat_template == "{{ messages }}"
     assert not (tmp_path / "out" / "notes.md").exists()
+
+
+def test_an_export_has_the_ids_of_the_runs_tokenizer(tiny: Callable[..., Config], tmp_path: Path) -> None:
+    """Not those of its family's tokenizer. No embedding is padding, which would not be trained, unless it is asked for."""
+    sizes = {name: size for name, size in MODEL.items() if name not in ("head_dim", "moe_intermediate_size")}
+    config = tiny(model={"family": "olmoe", "config": sizes}, train={"steps": 1})
+    export(train(config, quiet()), tmp_path / "bytes")
+    assert special_ids(tmp_path / "bytes") == (None, BYTES_END, None)
+    words = str(word_tokenizer(tmp_path / "words", "line", "the"))
+    config = tiny(
+        model={"family": "olmoe", "config": {**sizes, "pad_token_id": 2}}, data={"tokenizer": words}, train={"steps": 1}
+    )
+    export(train(config, quiet()), tmp_path / "out")
+    assert special_ids(tmp_path / "out") == (None, 1, 2)
+
+
+def special_ids(folder: Path) -> tuple[Any, ...]:
+    """Those of an exported model, which `generate` has too."""
+    names = "bos_token_id", "eos_token_id", "pad_token_id"
+    config, settings = (kind.from_pretrained(folder) for kind in (AutoConfig, GenerationConfig))
+    found = tuple(getattr(config, name) for name in names)
+    assert found == tuple(getattr(settings, name) for name in names)
+    return found
 
 
 def test_an_export_generates_as_its_source_and_with_a_cache(folder: Path, tmp_path: Path) -> None:

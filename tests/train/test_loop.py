@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -173,6 +174,45 @@ def test_a_validation_loss_that_is_not_finite_ends_the_run_before_a_save(tiny: C
     ):
         train(config, quiet())
     assert len(metrics(Path(config.log.folder))) == 1 and not (Path(config.log.folder) / "checkpoints").exists()
+
+
+def test_advice_names_what_can_be_resumed(
+    tiny: Callable[..., Config], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After a loss that is not finite and after a signal: nothing, the run's newest checkpoint, or the copy that it resumed."""
+    broken = {"optimizer": {"lr": 1e38}, "schedule": {"kind": "constant"}, "log": {"folder": str(tmp_path / "broken")}}
+    with pytest.raises(NotFinite, match=r"step 2: the loss is nan.*schedule\.warmup; there is no checkpoint yet$"):
+        train(tiny(**broken), quiet())
+    folder = train(tiny(train={"steps": 2}, checkpoint={"every": 1}), quiet())
+    newest = folder / "checkpoints" / "step-00000002"
+    said = f"the checkpoint {newest} is intact: go on with --resume {folder}, or name an older one there$"
+    with pytest.raises(NotFinite, match=said):
+        train(tiny(**{**broken, "log": {}}), quiet(), resume="")
+    copy = Path(shutil.copytree(newest, tmp_path / "kept" / newest.name))
+    with pytest.raises(NotFinite, match=f"there is no checkpoint yet: go on with --resume {copy}$"):
+        train(tiny(**broken), quiet(), resume=str(copy))
+    step = Trainer.step
+    monkeypatch.setattr(Trainer, "step", lambda *given: (signal.raise_signal(signal.SIGTERM), step(*given))[1])
+    with pytest.raises(Preempted, match=f"the checkpoint of step 2 is safe in {copy}; go on with --resume {copy}$"):
+        train(tiny(checkpoint={"last": False}), quiet(), resume=str(copy))
+
+
+def test_a_signal_after_the_last_step_leaves_out_its_validation(
+    tiny: Callable[..., Config], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    batches = Trainer._microbatches
+
+    def signalled(self: Trainer, batch: Any) -> Any:
+        if not self.model.training:
+            signal.raise_signal(signal.SIGTERM)
+        return batches(self, batch)
+
+    monkeypatch.setattr(Trainer, "_microbatches", signalled)
+    config = tiny(train={"steps": 2, "eval_every": 2, "eval_batches": 2})
+    folder = train(config, quiet())
+    assert [record["step"] for record in metrics(folder)] == [1, 2]
+    restore.verify(folder / "checkpoints" / "step-00000002")
+    assert (folder / "result.json").exists()
 
 
 def test_an_eps_of_0_is_refused(tiny: Callable[..., Config]) -> None:

@@ -9,10 +9,11 @@ import pytest
 import torch
 from rich.console import Console
 
+from forebay.errors import RunError
 from forebay.memory.step import StepReport
 from forebay.train.capacity_retry import CapacityRetry
 from forebay.train.metrics import Reporter, StepRecord, Summary, peak_bytes, retry_line, step_line, summary_tables
-from tests.train.common import metrics
+from tests.train.common import metrics, small_files
 
 RECORD = StepRecord(11, 17.6913, 2.57701, 1.00123, 1e-6, 696.03551, 237_089.6, 58_310_000_000, True)
 
@@ -75,6 +76,15 @@ def test_every_line_is_json(tmp_path: Path) -> None:
     with Reporter(tmp_path, console(), 1) as reporter:
         reporter.write({"step": 1, "a": float("nan")}, {"b": [1.0, float("inf")]})
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1, "a": null, "b": [1.0, null]}\n'
+
+
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
+    with (
+        pytest.raises(RunError, match=r"metrics\.jsonl cannot be written: File too large; free some space"),
+        small_files(10),
+        Reporter(tmp_path, Console(file=io.StringIO()), steps=3) as reporter,
+    ):
+        reporter.write({"step": 1, "x": 1.0}, {})
 
 
 def test_moving_line_only_on_a_terminal(tmp_path: Path) -> None:

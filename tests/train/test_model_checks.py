@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import CONFIG_MAPPING
 
 import forebay
 from forebay.config import Config, Model
@@ -229,6 +230,8 @@ def test_sizes_that_do() -> None:
     for name in ("llama", "qwen3", "gpt2", "mamba", "gemma2", "phi3", "deepseek_v3", "qwen3_next"):
         with suppress(ImportError):
             hf_io.configuration(Model(family=name), 32064)  # phi3's pad_token_id is 32000
+    if "gemma4_text" in CONFIG_MAPPING:  # its head_dim differs from layer to layer
+        hf_io.configuration(Model(family="gemma4_text"), 257)
 
 
 def test_sizes_of_a_folder_are_named_by_its_file(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Sources of text: files, documents, parts that processes share, and bad files."""
 
 import json
+from codecs import BOM_UTF8
 from pathlib import Path
 from typing import Any
 
@@ -47,6 +48,19 @@ def test_text_blocks_are_cut_at_line_ends(tmp_path: Path, monkeypatch: pytest.Mo
     found = list(pieces(data, part, strict=True))
     assert [p.text for p in found] == ["äöü\n".encode(), b"longer than a block\n", b"end"]
     assert [p.ends for p in found] == [False, False, True]
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_byte_order_mark_is_not_text(tmp_path: Path, strict: bool) -> None:
+    """Line ends stay as they are."""
+    (tmp_path / "a.txt").write_bytes(BOM_UTF8 + b"one\r\n" + BOM_UTF8 + b"two")
+    (tmp_path / "b.jsonl").write_bytes(BOM_UTF8 + b'{"text": "one"}\r\n{"text": "two\\r\\n"}\r\n')
+    plain = read(DataSource(source="text", path=str(tmp_path / "a.txt")), strict)
+    assert plain == [b"one\r\n" + BOM_UTF8 + b"two"]
+    assert read(DataSource(source="jsonl", path=str(tmp_path / "b.jsonl")), strict) == [b"one", b"two\r\n"]
+    (tmp_path / "a.txt").write_bytes(BOM_UTF8 + b"one\n\xff")
+    with pytest.raises(RunError, match="byte 0xff at offset 7"):
+        read(DataSource(source="text", path=str(tmp_path / "a.txt")), strict=True)
 
 
 def test_jsonl(tmp_path: Path) -> None:
@@ -110,7 +124,13 @@ def test_missing_package_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
             "line 1: not a JSON object (its values are nested too deeply)",
         ),
         ("jsonl", b'{"body": "x"}\n', "bytes", "line 1: no text in field 'text'; the record has 'body'"),
-        ("jsonl", b"[1]\n", "bytes", "line 1: no text in field 'text'"),
+        (
+            "jsonl",
+            b'[{"text": "x"}]\n',
+            "bytes",
+            "line 1: not a JSON object but a list; each line must be an object of its own",
+        ),
+        ("jsonl", b'[\n{"text": "x"}\n]\n', "bytes", "each line must be an object of its own"),
         ("jsonl", b'{"text": ["x"]}\n', "bytes", "line 1: field 'text' holds ['x'], not text"),
         ("jsonl", b'{"text": "\0"}\n', "bytes", "binary (a NUL byte at offset 10)"),
     ],

@@ -114,7 +114,7 @@ def test_a_loss_that_is_not_finite_stops_the_run(tiny: Callable[..., Config]) ->
     with Trainer(tiny()) as trainer:
         with torch.no_grad():
             trainer.model.lm_head.weight.fill_(float("nan"))
-        with pytest.raises(RunError, match=r"step 3: the loss is nan.*optimizer\.lr.*--resume"):
+        with pytest.raises(RunError, match=r"step 3: the loss is nan.*optimizer\.lr"):
             trainer.step(3)
 
 

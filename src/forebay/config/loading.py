@@ -68,9 +68,11 @@ def from_mapping(raw: Mapping[str, Any], origin: str = "the configuration") -> C
     built = {}
     for name, values in raw.items():
         if name not in sections:
+            what = (
+                f"an unknown section [{name}]" if isinstance(values, Mapping) else f"a key {name!r} outside any section"
+            )
             raise UsageError(
-                f"{origin} has an unknown section [{name}]; "
-                f"{nearest(name, sections, 'section')}valid sections are {', '.join(sections)}"
+                f"{origin} has {what}; {nearest(name, sections, 'section')}valid sections are {', '.join(sections)}"
             )
         if not isinstance(values, Mapping):
             raise UsageError(f"{origin} has a key {name!r} outside any section; [{name}] must be a section")

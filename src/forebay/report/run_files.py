@@ -27,6 +27,7 @@ _FIGURES = MappingProxyType(
         "validation_loss": (),
     }
 )
+_OF_MACHINE = ("processes", "device")
 # What pages read of the ranks in result.json, and of profile.json by one process or by pipeline rank.
 _OF_RANK = (
     "rank",
@@ -114,14 +115,16 @@ def read_run(folder: Path) -> RunFolder:
     """
     if not folder.is_dir():
         raise UsageError(f"{folder} is not a folder; name one that `forebay train` wrote")
-    run = _json(folder / "run.json")
-    if run is None:
-        raise UsageError(
-            f"{folder} has no run.json, so it is not the folder of a run; name one that `forebay train` wrote"
-        )
-    with _read_of(folder / "run.json"):
-        config = from_mapping(run["config"], origin=str(folder / "run.json"))
+    with _read_of(folder / "run.json") as path:
+        if not path.exists():
+            raise UsageError(
+                f"{folder} has no run.json, so it is not the folder of a run; name one that `forebay train` wrote"
+            )
+        run = _json(path)
         versions, machine = dict(run["versions"]), dict(run["machine"])
+        _check_keys([machine], _OF_MACHINE)
+        machine["processes"] = int(machine["processes"])
+        config = _config(path, run["config"])
     records = _lines(folder / "metrics.jsonl")
     with _read_of(folder / "result.json") as path:
         ranks = (_json(path) or {}).get("ranks", [])
@@ -147,6 +150,13 @@ def read_run(folder: Path) -> RunFolder:
         actions=actions,
         health=next((r for r in reversed(records) if "busy_seconds_by_process" in r), {}),
     )
+
+
+def _config(path: Path, raw: Any) -> Config:
+    try:
+        return from_mapping(raw)
+    except UsageError as error:  # such as a key of another release
+        raise UsageError(f"{path} holds a configuration that is not valid here: {error}") from error
 
 
 @contextlib.contextmanager

@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from unittest.mock import patch
 
@@ -87,13 +88,14 @@ def build(
     shard: Callable[[Any], object] | None = None,
     seed: int = 0,
     part: Callable[[Any], object] | None = None,
+    special: Mapping[str, int | None] = MappingProxyType({}),
 ) -> Any:
     """Build the model of a section on `device`, in training mode.
 
     Random weights depend on `seed`, the configuration and the type of device only, not on `shard` or `part`.
 
     Args:
-        vocabulary: number of token ids of the data; see `configuration`.
+        vocabulary, special: number of token ids of the data, and its special ones; see `configuration`.
         shard: called with the model on the meta device, to turn its parameters into DTensors. Each process then makes or
             reads its own shards only. All processes call `build` together.
         part: called before `shard`, to remove what this process has no part of (see `forebay.models.families`). It is
@@ -104,7 +106,7 @@ def build(
         RunError: weights of a folder are missing, mis-shaped or truncated, or two that its config.json ties differ; raised on all
             processes.
     """
-    config = configuration(section, vocabulary)
+    config = configuration(section, vocabulary, special)
     check_vocabulary(config, vocabulary)
     dtype = getattr(torch, section.dtype)
     config.use_cache = False
@@ -200,11 +202,12 @@ def from_folder_config(folder: Path, dtype: torch.dtype) -> Any:
     return model
 
 
-def configuration(section: Model, vocabulary: int) -> Any:
+def configuration(section: Model, vocabulary: int, special: Mapping[str, int | None] = MappingProxyType({})) -> Any:
     """The Hugging Face configuration of a section.
 
     A published model's name stands for its family and configuration. The default of ``vocab_size`` for a family is `vocabulary`,
-    rounded up to a multiple of 64.
+    rounded up to a multiple of 64, and those of ``bos_token_id`` and its kin are `special`: a family's own are ids of another
+    tokenizer. A model of a folder has the folder's.
 
     Raises:
         UsageError, RunError: see `build`.
@@ -244,6 +247,10 @@ def configuration(section: Model, vocabulary: int) -> Any:
         raise UsageError(
             f"[model.config] is not a valid {family} configuration: {' '.join(str(error).split())}"
         ) from error
+    for name in special.keys() - filled.keys():
+        for part in (config, config.get_text_config()):
+            with suppress(Exception):  # a family whose type for it has no None
+                setattr(part, name, special[name])
     check_sizes(config)
     return config
 
@@ -254,7 +261,8 @@ def declared_by(config: Config) -> Any:
     Raises:
         UsageError, RunError: see `configuration`, or a tokenizer that cannot be loaded.
     """
-    return configuration(config.model, load_tokenizer(config.data.tokenizer).vocabulary)
+    tokenizer = load_tokenizer(config.data.tokenizer)
+    return configuration(config.model, tokenizer.vocabulary, tokenizer.special)
 
 
 def skeleton(section: Model, config: Any) -> Any:

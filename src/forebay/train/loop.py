@@ -207,7 +207,7 @@ def _stopping(stop: StopRequest, start: Start) -> Iterator[None]:
     except Exception as error:
         if not stop.signal:
             raise
-        again = f"go on with --resume {start.folder}" if start.resumed else "start it again"
+        again = f"go on with --resume {start.before}" if start.before else "start it again"
         said = f"stopped by {signal.Signals(stop.signal).name} before the first step, while data and model were prepared; {again}"
         raise _stopped_by(stop.signal)(said) from error
 
@@ -296,9 +296,9 @@ def _heartbeat(config: Config, mesh: Mesh, advice: Callable[[], str]) -> Abstrac
 
 def _intact_checkpoint(start: Start) -> str:
     newest = checkpoint.Checkpoints(start.checkpoints).latest()
-    if newest is None:
-        return "there is no checkpoint yet"
-    return f"the checkpoint {newest} is intact: go on with --resume {start.folder}"
+    if newest is not None:
+        return f"the checkpoint {newest} is intact: go on with --resume {start.folder}"
+    return "there is no checkpoint yet" + (f": go on with --resume {start.before}" if start.before else "")
 
 
 class _ValidationStopped(Exception):
@@ -335,8 +335,12 @@ class _TrainingRun:
         """All steps; see `train`. A failure waits for a save under way; a second Ctrl-C does not."""
         try:
             folder = self._run()
-        except Exception:
+        except Exception as error:
             self._close(failed=True)
+            if isinstance(error, NotFinite):
+                # The newest one may have been written after the weights went wrong.
+                older = ", or name an older one there" if len(self.checkpoints.all()) > 1 else ""
+                raise NotFinite(f"{error}; {_intact_checkpoint(self.start)}{older}") from error
             raise
         self._close()
         return folder
@@ -522,7 +526,7 @@ class _TrainingRun:
             if not math.isfinite(loss):  # the update broke the weights, which must not be saved
                 raise NotFinite(
                     f"step {number}: the validation loss is {loss}, which is not finite; "
-                    "lower optimizer.lr or lengthen schedule.warmup, and go on from an earlier checkpoint with --resume"
+                    "lower optimizer.lr or lengthen schedule.warmup"
                 )
             report.validation(number, loss)
 
@@ -600,13 +604,14 @@ class _TrainingRun:
         )
 
     def _stopped(self, number: int, by: str) -> str:
-        resume = f"go on with --resume {self.start.folder}"
         if not self.saved_at:
             saved = "there is no checkpoint" + (", as checkpoint.last is false" if number else " yet")
         else:
             which = "its checkpoint" if self.saved_at == number else f"the checkpoint of step {self.saved_at}"
-            seconds = f", written in {self.saved.seconds:.1f} s," if self.saved is not None else ""
-            saved = f"{which}{seconds} is safe in {self.start.folder}; {resume}"
+            seconds, where = "", self.start.before
+            if self.saved is not None:
+                seconds, where = f", written in {self.saved.seconds:.1f} s,", self.start.folder
+            saved = f"{which}{seconds} is safe in {where}; go on with --resume {where}"
         upload = f"; {self._missing_upload}" if self._missing_upload else ""
         return f"stopped by {by} after step {number} of {self.config.train.steps}; {saved}{upload}"
 

@@ -11,6 +11,7 @@ import resource
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Self, TextIO
@@ -20,6 +21,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from forebay.errors import RunError
 from forebay.memory.step import StepReport
 from forebay.policy import format_bytes
 from forebay.train.capacity_retry import CapacityRetry
@@ -149,7 +151,8 @@ class Reporter:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._bar:
             self._bar.stop()
-        self._file.close()
+        with nullcontext() if error is None else suppress(OSError):  # it still holds a line that could not be written
+            self._file.close()
         for logger in self._loggers:
             logger.close(failed=error is not None)
 
@@ -192,11 +195,19 @@ class Reporter:
         """Append a line to ``metrics.jsonl`` and flush it; `values` go to the loggers too.
 
         A number that is not finite is null in the line: JSON has no NaN and no infinity.
+
+        Raises:
+            RunError: the line cannot be written.
         """
         line: dict[str, Any] = {name: _finite(value) for name, value in values.items()}
         line |= {name: [_finite(value) for value in figures] for name, figures in lists.items()}
-        self._file.write(json.dumps(line, allow_nan=False) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(line, allow_nan=False) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise RunError(
+                f"{self._file.name} cannot be written: {error.strerror}; free some space, or set log.folder to another disk"
+            ) from error
         scalars = {name: value for name, value in values.items() if name != "step"}
         for logger in self._loggers:
             logger.scalars(int(values["step"]), scalars)

@@ -87,7 +87,10 @@ class _Sizes:
 
     def _number(self, name: str) -> int | None:
         """The value of a key if it is a whole number; some families have other types."""
-        value = getattr(self._text, name, None)
+        try:
+            value = getattr(self._text, name, None)
+        except RuntimeError:  # transformers' for a value that differs from layer to layer
+            return None
         return value if isinstance(value, int) and not isinstance(value, bool) else None
 
     def _refuse(self, name: str, why: str) -> None:

@@ -54,6 +54,12 @@ class Start:
     def checkpoints(self) -> Path:
         return self.folder / "checkpoints"
 
+    @property
+    def before(self) -> Path | None:
+        """What `--resume` takes to go on as this run did, until it has written a checkpoint; None if it did not resume."""
+        is_copy = self.resumed is not None and self.resumed.parent != self.checkpoints
+        return self.resumed if is_copy or self.resumed is None else self.folder
+
 
 def claim_start(config: Config, resume: str | None, lock: FolderLock, remote: RemoteFolder | None = None) -> Start:
     """Where a run begins, its folder locked until `lock` is released.

@@ -8,6 +8,7 @@ none has to fit in memory; one that is not text is an error with its name and th
 import json
 import os
 import sysconfig
+from codecs import BOM_UTF8
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ PART = 64 << 20  # bytes of a JSONL file or a dataset that are one part
 # Folders that are not the standard library's own code, and tests, which contain deliberately broken encodings.
 _NOT_STDLIB = frozenset({"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "lib2to3"})
 _SUFFIXES: Mapping[str, tuple[str, ...]] = {"jsonl": (".jsonl", ".json"), "parquet": (".parquet",)}
+_ONE_A_LINE = "each line must be an object of its own"  # a JSON file over several lines is a common mistake
 _CONTROLS = bytes(c for c in range(32) if c not in b"\t\n\r\f\v\b\x1b")
 
 
@@ -156,9 +158,14 @@ def _expand(path: Path, source: str) -> list[Path]:
 
 
 def _text(file: Path, strict: bool) -> Iterator[Piece]:
-    """Blocks of a text file, cut at line ends, so that the tokens of a line do not depend on the block size."""
-    offset, rest = 0, b""
+    """Blocks of a text file, cut at line ends, so that the tokens of a line do not depend on the block size.
+
+    A byte order mark is not text. `json.loads` drops that of a JSONL file.
+    """
+    rest = b""
     with file.open("rb") as stream:
+        offset = len(BOM_UTF8) if stream.read(len(BOM_UTF8)) == BOM_UTF8 else 0
+        stream.seek(offset)
         while block := stream.read(BLOCK):
             _refuse_binary(file, block, offset)
             offset += len(block)
@@ -206,7 +213,7 @@ def _jsonl(part: TextPart, field: str) -> Iterator[Piece]:
             try:
                 record = parsed(json.loads, line)
             except ValueError as error:
-                raise RunError(f"{_line(part.path, begin)}: not a JSON object ({error})") from None
+                raise RunError(f"{_line(part.path, begin)}: not a JSON object ({error}); {_ONE_A_LINE}") from None
             text = record.get(field) if isinstance(record, dict) else None
             if not isinstance(text, str):
                 raise _no_text(_line(part.path, begin), field, record)
@@ -223,7 +230,9 @@ def _line(file: Path, offset: int) -> str:
 def _no_text(where: str, field: str, record: Any) -> RunError:
     if isinstance(record, dict) and field in record:
         return RunError(f"{where}: field {field!r} holds {record[field]!r:.40}, not text")
-    held = ", ".join(map(repr, record)) if isinstance(record, dict) else "no fields"
+    if not isinstance(record, dict):
+        return RunError(f"{where}: not a JSON object but a {type(record).__name__}; {_ONE_A_LINE}")
+    held = ", ".join(map(repr, record)) or "no fields"
     return RunError(
         f"{where}: no text in field {field!r}; the record has {held}, so set data.field to the one with the text"
     )

@@ -5,7 +5,7 @@ machine.
 """
 
 import hashlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +28,13 @@ class Tokenizer:
     end: int | None  # id after each document
     encode: Callable[[bytes], np.ndarray]  # UTF-8 bytes to ids, int64 [n]
     folder: Path | None = None  # Hugging Face folder, exported with the model; None for "bytes"
+    begin: int | None = None  # id that begins a text; data has none of it
+
+    @property
+    def special(self) -> Mapping[str, int | None]:
+        """Its special ids by the keys of a model's configuration. No padding: the embedding of `pad_token_id` is not trained, and
+        many tokenizers pad with the id that ends a document."""
+        return {"bos_token_id": self.begin, "eos_token_id": self.end, "pad_token_id": None}
 
 
 def load_tokenizer(name: str) -> Tokenizer:
@@ -40,7 +47,7 @@ def load_tokenizer(name: str) -> Tokenizer:
     folder = folder_of(name)
     if folder is None:
         return Tokenizer("bytes", 257, BYTES_END, lambda raw: np.frombuffer(raw, dtype=np.uint8).astype(np.int64))
-    if not folder.is_dir():
+    if not name or not folder.is_dir():  # a `Path` of '' is the working directory
         raise UsageError(f"data.tokenizer = {name!r} is neither 'bytes' nor a folder with a Hugging Face tokenizer")
     from transformers import AutoTokenizer
 
@@ -66,7 +73,7 @@ def load_tokenizer(name: str) -> Tokenizer:
     name = f"hf-{hash_files(held)}"
     # Ids may have gaps, as where tokens were removed or added ones begin at a round number.
     vocabulary = max(len(tokenizer), 1 + max(tokenizer.get_vocab().values(), default=-1))
-    return Tokenizer(name, vocabulary, tokenizer.eos_token_id, encode, folder)
+    return Tokenizer(name, vocabulary, tokenizer.eos_token_id, encode, folder, tokenizer.bos_token_id)
 
 
 def folder_of(name: str) -> Path | None:

@@ -42,7 +42,7 @@ from forebay.train.health import HealthRecorder, StepHealth
 from forebay.train.metrics import StepRecord, allocator_bytes, peak_bytes, reserved_bytes
 from forebay.train.model_checks import check_documents_apart, check_length
 from forebay.train.staging import available_bytes
-from forebay.train.tokenizer import load_tokenizer
+from forebay.train.tokenizer import Tokenizer, load_tokenizer
 from forebay.train.world import ALONE, processes_of_node
 
 # Smallest tensor that a pipeline offloads. A microbatch of a pipeline is short: the host takes as long to launch the copy
@@ -109,7 +109,7 @@ class Trainer:
             torch.set_num_threads(config.device.threads)
         _check_batch_memory(config, mesh)
         tokenizer = load_tokenizer(config.data.tokenizer)
-        declared = hf_io.configuration(config.model, tokenizer.vocabulary)
+        declared = hf_io.configuration(config.model, tokenizer.vocabulary, tokenizer.special)
         hf_io.check_vocabulary(declared, tokenizer.vocabulary)
         _check_same("another model", partial(hf_io.identity, config.model, declared), mesh)
         self.corpus = load_mixture(config.data, tokenizer)
@@ -117,7 +117,7 @@ class Trainer:
         self._batches, self._held_out = self.corpus.batches(config.data, config.train, mesh.batch)
         self._ahead: tuple[int, tuple[Batch, list[Microbatch]]] | None = None  # a step's number, and its batch
         seed_all(config.train.seed)
-        experts = self._build_model(tokenizer.vocabulary, partition)
+        experts = self._build_model(tokenizer, declared, partition)
         self.dispatcher = parallel.dispatcher_of(self._model, mesh, config)
         self.memory = _manage(self._model, config, self.dispatcher)
         self._router = _router_stats(self._model)
@@ -143,10 +143,9 @@ class Trainer:
         if mesh.rank:
             seed_all(config.train.seed + mesh.rank)  # weights are the same on all processes, dropout is not
 
-    def _build_model(self, vocabulary: int, partition: Partition | None) -> int:
+    def _build_model(self, tokenizer: Tokenizer, declared: Any, partition: Partition | None) -> int:
         """Build this process's part of the model; returns the number of experts of a MoE layer, over all processes."""
         config, mesh = self.config, self.mesh
-        declared = hf_io.configuration(config.model, vocabulary)
         experts = parallel.experts_in(declared)
         check_experts(mesh.ep, experts)
         self._shards: parallel.Shards | None = None
@@ -162,7 +161,9 @@ class Trainer:
             self._shards = parallel.shard(model, mesh, config)
 
         on_meta = shard if mesh.data is not None else None
-        self._model = hf_io.build(config.model, vocabulary, self.device, on_meta, config.train.seed, keep)
+        self._model = hf_io.build(
+            config.model, tokenizer.vocabulary, self.device, on_meta, config.train.seed, keep, tokenizer.special
+        )
         if config.data.packing == "documents":
             check_documents_apart(self._model)
         check_length(config.train.sequence, self._model.config)
@@ -270,7 +271,7 @@ class Trainer:
         if not (math.isfinite(loss) and math.isfinite(size)):
             raise NotFinite(
                 f"step {number}: the loss is {loss} and the gradient norm {size}, which is not finite; "
-                "lower optimizer.lr or lengthen schedule.warmup, and go on from an earlier checkpoint with --resume"
+                "lower optimizer.lr or lengthen schedule.warmup"
             )
         seconds, peaks, reserved, health = self._measure(started, held, routing, any(lacked_room))
         return StepRecord(

@@ -6,9 +6,8 @@ A managed model gives what the plain one gives, or says by name why it cannot.
 import copy
 import gc
 import json
-import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
@@ -380,15 +379,6 @@ def test_a_long_lived_tensor_that_a_region_returns_gathers_no_hooks(policy: str)
     for seed in range(20):
         model((rows(seed), memory))[0].square().mean().backward(retain_graph=True)
     assert len(memory._backward_hooks or ()) <= 2
-
-
-@pytest.fixture
-def hasty_threads() -> Iterator[None]:
-    """Threads take turns 500 times as often as by default, as if the machine were busy."""
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    yield
-    sys.setswitchinterval(interval)
 
 
 def test_two_threads_at_once(hasty_threads: None) -> None:

@@ -448,6 +448,19 @@ def test_the_next_backward_is_the_schedule_s() -> None:
     assert ordered.next_backward() is third
 
 
+def test_figures_are_read_while_another_thread_drops_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = network("cpu")
+    mem = manage(model, {"?": "offload"}, "cpu")
+    for seed in range(2):
+        gradients(model, "cpu", seed)
+    plan = mem.plan
+    for looks in range(8):  # at the plan, before it is gone
+        left = [plan] * looks
+        monkeypatch.setattr(Manager, "plan", property(lambda self, left=left: left.pop() if left else None))
+        assert set(mem.placements.values()) <= {"keep", "offload"}
+        assert set(mem.report().saved_bytes_by_placement) <= {"keep", "offload"}
+
+
 # --- steps that run by a plan -----------------------------------------------------------------------------------------
 
 MICROBATCHES, IN_FLIGHT = 10, 4

@@ -586,9 +586,9 @@ class Manager:
             recorder.share(saved.key, call.key)
 
     def _growth_of_inputs(self, call: RegionCall, args: Any, kwargs: Any) -> float:
-        """How many times the measured bytes a call's inputs have: a longer batch. 1 if that does not matter or is not known."""
+        """How many times the measured bytes a call's inputs have: a longer batch. 1 if that is not known."""
         then = self._lengths.get(call.key)
-        return self._length_of(args, kwargs) / then if self._budget is not None and then else 1.0
+        return self._length_of(args, kwargs) / then if then else 1.0
 
     def _length_of(self, args: Any, kwargs: Any) -> int:
         """Bytes of a call's hidden states. Not of masks, which come and go with padding, and of rotary tables."""

@@ -63,6 +63,15 @@ def poisoned() -> Iterator[None]:
 
 
 @pytest.fixture
+def hasty_threads() -> Iterator[None]:
+    """Threads take turns 500 times as often as by default, as if the machine were busy."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(interval)
+
+
+@pytest.fixture
 def run(capsys: pytest.CaptureFixture[str]) -> Run:
     """``run("train", ...)``: exit code, standard output and error stream of the command line."""
     from forebay import cli

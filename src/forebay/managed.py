@@ -10,6 +10,7 @@ model do not include it.
 
 import inspect
 import reprlib
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -509,32 +510,42 @@ def _checkpointing_off(model: nn.Module, regions: Regions) -> Callable[[], Abstr
 
     layers = [m for path, m in model.named_modules() if hasattr(m, "gradient_checkpointing") and overlaps(path)]
     warned = False
+    inside = 0  # contexts, of several threads: the last that is left switches it on again
+    switched: list[Any] = []
+    lock = threading.Lock()
 
     @contextmanager
     def off() -> Iterator[None]:
-        nonlocal warned
-        on: list[Any] = [layer for layer in layers if layer.__dict__.get("gradient_checkpointing")]
-        if on and not warned:
-            warned = True
-            inner = [
-                m for m in on if not any(other in on for other in m.modules() if other is not m)
-            ]  # not the model itself
-            layers_on = f"{len(inner)} layer{'s' * (len(inner) > 1)}"
-            warnings.warn(
-                f"gradient checkpointing of transformers is on for {layers_on} in which Forebay's policy places saved "
-                "tensors: the policy takes its place there (to recompute everything, use policy='recompute'). Silence this "
-                "with gradient_checkpointing=False in the TrainingArguments, or model.gradient_checkpointing_disable()",
-                stacklevel=2,
-            )
-        for layer in on:
-            layer.gradient_checkpointing = False
+        nonlocal warned, inside
+        with lock:
+            on: list[Any] = [layer for layer in layers if layer.__dict__.get("gradient_checkpointing")]
+            if on and not warned:
+                warned = True
+                _warn_of_checkpointing(on)
+            for layer in on:
+                layer.gradient_checkpointing = False
+            switched.extend(on)
+            inside += 1
         try:
             yield
         finally:
-            for layer in on:
-                layer.gradient_checkpointing = True
+            with lock:
+                inside -= 1
+                while switched and not inside:
+                    switched.pop().gradient_checkpointing = True
 
     return off
+
+
+def _warn_of_checkpointing(on: Sequence[nn.Module]) -> None:
+    inner = [m for m in on if not any(other in on for other in m.modules() if other is not m)]  # not the model itself
+    layers = f"{len(inner)} layer{'s' * (len(inner) > 1)}"
+    warnings.warn(
+        f"gradient checkpointing of transformers is on for {layers} in which Forebay's policy places saved "
+        "tensors: the policy takes its place there (to recompute everything, use policy='recompute'). Silence this "
+        "with gradient_checkpointing=False in the TrainingArguments, or model.gradient_checkpointing_disable()",
+        stacklevel=3,
+    )
 
 
 def _guard_base_model(model: Any, checkpointing_off: Callable[[], AbstractContextManager[None]]) -> Callable[[], None]:
@@ -615,7 +626,8 @@ def _watch_base_model(model: nn.Module, sites: Mapping[str, CallSite], manager: 
                 manager.forward_failed()
                 raise
             before, seen = seen, 0 if warned else _calls(sites)
-            if not warned and sites and torch.is_grad_enabled() and seen == before == begun:
+            called_none = not warned and sites and torch.is_grad_enabled() and seen == before == begun
+            if called_none and manager.placements:  # else another thread has detached it meanwhile
                 warned = True
                 warnings.warn(
                     f"forebay.manage: a forward of {type(self).__name__} ran with gradients enabled and called none of its "

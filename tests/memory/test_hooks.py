@@ -383,6 +383,20 @@ def test_a_longer_batch_is_measured_and_planned_anew() -> None:
     assert planned[5] == 2 * planned[2] == planned[-1]
 
 
+@pytest.mark.parametrize("options", [{}, {"budget": 1 << 30}, {"offload": "all"}], ids=str)
+def test_lengths_that_change_from_batch_to_batch_are_measured_few_times(options: dict[str, Any]) -> None:
+    """The step after a longer batch is measured, and that is a short one again."""
+    model, plain = network().eval(), network().eval()
+    mem, measured = manage(model, "offload", **options), []
+    for turn in range(20):
+        rows = (40, 80)[turn % 2]
+        assert same(gradients(model, rows=rows), gradients(plain, rows=rows))
+        measured.append(mem.plan is None)
+        moved = mem.report().moved_bytes
+    assert sum(measured) == 2 and measured.index(True, 1) == 2
+    assert mem.plan is not None and moved == 2 * mem.plan.planned_bytes > 0
+
+
 def test_regions_that_save_more_tensors_of_equal_inputs_are_measured_and_planned_anew() -> None:
     """As where dropout is turned on."""
     model, plain = network().eval(), network().eval()
@@ -446,6 +460,19 @@ def test_the_next_backward_is_the_schedule_s() -> None:
     assert ordered.next_backward() is None  # its forward is still to come
     third = ordered.new_call("a")
     assert ordered.next_backward() is third
+
+
+def test_figures_are_read_while_another_thread_drops_the_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = network("cpu")
+    mem = manage(model, {"?": "offload"}, "cpu")
+    for seed in range(2):
+        gradients(model, "cpu", seed)
+    plan = mem.plan
+    for looks in range(8):  # at the plan, before it is gone
+        left = [plan] * looks
+        monkeypatch.setattr(Manager, "plan", property(lambda self, left=left: left.pop() if left else None))
+        assert set(mem.placements.values()) <= {"keep", "offload"}
+        assert set(mem.report().saved_bytes_by_placement) <= {"keep", "offload"}
 
 
 # --- steps that run by a plan -----------------------------------------------------------------------------------------

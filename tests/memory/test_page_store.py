@@ -6,6 +6,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -341,6 +342,47 @@ def test_a_ticket_may_die_anywhere(dies: Callable[[list[PageTicket]], None]) -> 
     dies([put(store, (wide(4), 4))])
     gc.collect()
     assert whole(store) and store.live_tickets == 0
+
+
+def test_a_ticket_that_dies_within_a_take_gives_back_after_it() -> None:
+    """As in a garbage collection."""
+    store = new_store((8, 0))
+    dying = [put(store, (wide(3), 3))]
+
+    class Live(Tensor):
+        def __int__(self) -> int:  # the store has looked at the free pages and has not taken any yet
+            dying.clear()
+            return 2
+
+    taken = store.take([PagedRows(count(2).as_subclass(Live), 2, PAGE)])
+    assert not dying and store.live_tickets == 1
+    others = [put(store, (wide(3), 3)) for _ in range(2)]
+    used = [page for ticket in (taken, *others) for page in ticket.tables[0].pages.tolist()]
+    assert sorted(used) == list(range(8))
+    del taken, others
+    assert store.live_tickets == 0
+    store.end_step()
+    assert whole(store)
+
+
+@pytest.mark.parametrize("pages", [(), (5, 31)], ids=["their own", "the arena's"])
+def test_threads_get_pages_of_their_own(hasty_threads: None, pages: Sequence[int]) -> None:
+    store = new_store(pages)
+
+    def rounds(seed: int) -> list[bool]:
+        tensors = [torch.full((6, 128), float(10 * seed + n)) for n in range(2)]
+        found = []
+        for _ in range(30):
+            saved = [(tensor, live) for tensor, live in zip(tensors, (6, 1 + seed), strict=True)]
+            tickets = [put(store, one) for one in saved]
+            found += [fetched(store, ticket, one) for ticket, one in zip(tickets, saved, strict=True)]
+        return found
+
+    with ThreadPoolExecutor(3) as pool:
+        assert all(right for found in pool.map(rounds, range(3)) for right in found)
+    assert store.live_tickets == 0
+    store.end_step()
+    assert whole(store)
 
 
 class Square(torch.autograd.Function):

@@ -212,17 +212,49 @@ def head_with_bias(model: Any) -> Any:
     return model
 
 
+@pytest.mark.parametrize("where", ["norm", "head"])
 @pytest.mark.parametrize("family", ["qwen3_moe", "granitemoe"])
-def test_removed_within_a_forward(family: str) -> None:
-    """As by a callback or an exception handler inside of it: the rest of that forward computes the model's own loss."""
+def test_removed_within_a_forward(family: str, where: str) -> None:
+    """As by a callback, an exception handler inside of it or another thread: the rest of that forward computes the model's own
+    loss."""
     model = build_tiny(family)
     want, want_grads = run(model, **batch())
-    model.model.norm.register_forward_hook(lambda *_: remove())
+
+    def hook(*_: Any) -> None:
+        remove()
+
+    hook.__module__ = "torch.distributed.fsdp"  # the loss is fused beside no other hook of the head
+    if where == "norm":
+        model.model.norm.register_forward_hook(hook)
+    else:
+        model.lm_head.register_forward_pre_hook(hook)
     remove = install_fused_loss(model)
     got, grads = run(model, **batch())
     torch.testing.assert_close(got.loss, want.loss)
     for name, grad in want_grads.items():
         torch.testing.assert_close(grads[name], grad, msg=lambda m, name=name: f"{name}: {m}")
+
+
+def test_a_forward_that_begins_while_another_thread_removes_the_loss_says_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = build_tiny("qwen3")
+    install, ran = fused_loss.install, []
+
+    def install_slowly(*args: Any) -> Any:
+        remove = install(*args)
+
+        def run_and_remove() -> None:
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                ran.append(model(**batch()).loss)
+            remove()
+
+        return run_and_remove
+
+    monkeypatch.setattr(fused_loss, "install", install_slowly)
+    install_fused_loss(model)()
+    assert len(ran) == 2
 
 
 def test_a_loss_function_that_is_set_later_is_called() -> None:

@@ -6,9 +6,9 @@ A managed model gives what the plain one gives, or says by name why it cannot.
 import copy
 import gc
 import json
-import sys
+import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from pathlib import Path
@@ -382,15 +382,6 @@ def test_a_long_lived_tensor_that_a_region_returns_gathers_no_hooks(policy: str)
     assert len(memory._backward_hooks or ()) <= 2
 
 
-@pytest.fixture
-def hasty_threads() -> Iterator[None]:
-    """Threads take turns 500 times as often as by default, as if the machine were busy."""
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    yield
-    sys.setswitchinterval(interval)
-
-
 def test_two_threads_at_once(hasty_threads: None) -> None:
     """Each with a forward and a backward of its own on one managed model. Both find that the measured step is over, and neither
     takes the other's calls of regions for none at all."""
@@ -406,6 +397,51 @@ def test_two_threads_at_once(hasty_threads: None) -> None:
         with forebay.manage(model, policy, min_bytes=1), ThreadPoolExecutor(2) as pool:
             for right in pool.map(lambda n: torch.equal(gradient(n % 4), wanted[n % 4]), range(80)):
                 assert right, policy
+
+
+@pytest.mark.parametrize("options", [{}, {"budget": "1GiB"}], ids=str)
+def test_gradient_checkpointing_stays_off_until_the_last_thread_is_through(options: dict[str, str]) -> None:
+    """Else that of the threads still inside belongs to transformers again, from the next layer on."""
+    warnings.simplefilter("error")
+    model = tiny()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    with pytest.warns(UserWarning, match="gradient checkpointing of transformers is on"):
+        forebay.manage(model, "offload", min_bytes=1, **THEIRS, **options)
+    second_is_in, first_is_through = threading.Event(), threading.Event()
+
+    def meet(*_: Any) -> None:
+        if second_is_in.is_set() or threading.current_thread() is first:
+            assert second_is_in.wait(60)
+            return
+        second_is_in.set()
+        assert first_is_through.wait(60)
+
+    model.model.layers[0].register_forward_pre_hook(meet)
+    found: list[Tensor] = []
+    first = threading.Thread(target=lambda: found.append(loss_of(model, batch(0))))
+    with ThreadPoolExecutor(1) as pool:
+        first.start()
+        second = pool.submit(loss_of, model, batch(1))
+        first.join(60)
+        first_is_through.set()
+        found.append(second.result(60))
+    assert len(found) == 2 and model.is_gradient_checkpointing
+    assert all(layer.gradient_checkpointing for layer in model.model.layers)
+
+
+@pytest.mark.parametrize("when", ["before its first region", "between two looks at an override"])
+def test_detach_in_the_middle_of_a_forward(when: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by a thread whose ``with`` ends while another one trains: it goes on with the model's own."""
+    warnings.simplefilter("error")
+    model = net()
+    wanted = step(copy.deepcopy(model))
+    mem = forebay.manage(model, "recompute", min_bytes=1)
+    if when == "before its first region":
+        model.layers[0].register_forward_pre_hook(lambda *_: mem.detach())
+    else:
+        monkeypatch.setattr(torch.compiler, "is_compiling", lambda: bool(mem.detach()))
+    assert all(map(torch.equal, step(model), wanted))
+    assert all("forward" not in vars(module) for module in model.modules())
 
 
 class Moody(Mlp):

@@ -544,6 +544,8 @@ class Autotuner:
         timeline = recorder.timeline(out_rate, back_rate, self._mark)
         self.timeline = timeline = replace(timeline, memory_rate=self._store.memory_rate)
         self.alternating = is_interleaved(timeline)
+        self._longest = max(self._longest, self.length)
+        self.growth = self._longest / self.length if self.length else 1.0
         plan = self._plan_auto(timeline) if self._auto and not self.alternating else self._plan_offload(timeline)
         if self._budget is not None and plan.peak_bytes > self._budget:
             raise BudgetError(
@@ -556,8 +558,6 @@ class Autotuner:
         """The plan for the longest batch so far: if the measured one was shorter, for a budget that is as much smaller."""
         assert self._budget is not None
         paths, gpu = self._auto | self._offload_paths, self._device.type == "cuda"
-        self._longest = max(self._longest, self.length)
-        self.growth = self._longest / self.length if self.length else 1.0
         budget, margin = int(self._budget / self.growth), _FIRST_PLAN_MARGIN if gpu else 0.0
         try:
             plan = under_budget(timeline, paths, budget, self._auto, margin)

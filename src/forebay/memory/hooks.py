@@ -142,7 +142,6 @@ class Manager:
         """Start over with the saved tensors of `device`."""
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())  # tensors say "cuda:0", never "cuda"
-        self._device = device
         least = _MIN_BYTES_CUDA if device.type == "cuda" else 1
         self._min_bytes = self._wanted_min_bytes if self._wanted_min_bytes is not None else least
         self.store = HostStore(device)
@@ -155,6 +154,7 @@ class Manager:
         self._ended = False  # `end_step` of the last step was called
         self._followed: Plan | None = None  # in the last step
         self._recording: TimelineRecorder | None = None  # of the current step, while measuring
+        self._device = device  # last: a thread that finds it here uses the rest
 
     def __deepcopy__(self, memo: Any) -> NoReturn:
         self.__reduce__()
@@ -265,10 +265,13 @@ class Manager:
 
     def _move_to(self, device: torch.device) -> None:
         """Tickets that are alive stay with the store that holds them."""
-        if self.plan is not None:
-            self._switch_light(self.plan.recompute, False)
-        self.store.close()
-        self._manage_on(device)
+        with self._between_steps:
+            if device == self._device:
+                return  # another thread's forward was first
+            if self.plan is not None:
+                self._switch_light(self.plan.recompute, False)
+            self.store.close()
+            self._manage_on(device)
 
     def forward_failed(self) -> None:
         """The whole model's forward raised. The traceback may hold its calls, and no backward comes."""
@@ -323,11 +326,13 @@ class Manager:
 
     def detach(self) -> None:
         """Restore the model. Graphs that are alive stay valid and can still run backward."""
-        self._switch_light(self._regions, False)
-        for region in reversed(self._regions.values()):
-            region.site.restore()
-        self._regions = {}
-        self.store.close()
+        with self._between_steps:  # else a plan that another thread makes now switches light recomputation on again
+            regions, self._regions = self._regions, {}
+            for region in reversed(regions.values()):
+                if region.light is not None:
+                    region.light(False)
+                region.site.restore()
+            self.store.close()
 
     # --- a region's forward -------------------------------------------------------------------------------------------
 
@@ -356,8 +361,8 @@ class Manager:
         **kwargs: Any,
     ) -> Any:
         """A region's forward; `checkpointed` is the same under a checkpoint."""
-        if self._around is not None:
-            with self._around(region.path):
+        if (around := self._around) is not None:  # once: another thread may end the profile
+            with around(region.path):
                 return forward(*args, **kwargs)
         if not torch.is_grad_enabled() or self._is_unmanaged_here(region):
             return forward(*args, **kwargs)
@@ -449,9 +454,9 @@ class Manager:
         """The placement now; None until there is a plan for it."""
         if region.placement in ("keep", "recompute"):
             return region.placement
-        if self.plan is None:
+        if (plan := self.plan) is None:  # once: another thread may drop it
             return None if region.placement == "auto" else region.placement
-        if region.path in self.plan.recompute:
+        if region.path in plan.recompute:
             return "recompute"
         offloaded = region.path in self.tuner.lookup.regions
         if region.placement == RECOMPUTE_AND_OFFLOAD:
@@ -581,9 +586,9 @@ class Manager:
             recorder.share(saved.key, call.key)
 
     def _growth_of_inputs(self, call: RegionCall, args: Any, kwargs: Any) -> float:
-        """How many times the measured bytes a call's inputs have: a longer batch. 1 if that does not matter or is not known."""
+        """How many times the measured bytes a call's inputs have: a longer batch. 1 if that is not known."""
         then = self._lengths.get(call.key)
-        return self._length_of(args, kwargs) / then if self._budget is not None and then else 1.0
+        return self._length_of(args, kwargs) / then if then else 1.0
 
     def _length_of(self, args: Any, kwargs: Any) -> int:
         """Bytes of a call's hidden states. Not of masks, which come and go with padding, and of rotary tables."""

@@ -62,10 +62,10 @@ def _forward(self: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _run(module: Any, entry: _Entry | None, args: Any, kwargs: Any) -> Any:
     while entry is not None:
-        if entry.run is not None:
+        if (run := entry.run) is not None:  # once: another thread may remove it
             if not entry.traceable and torch.compiler.is_compiling():
-                return _run_eagerly(entry.run, module, args, kwargs)
-            return entry.run(module, *args, **kwargs)
+                return _run_eagerly(run, module, args, kwargs)
+            return run(module, *args, **kwargs)
         entry = entry.below
     before = module.__dict__.get(_BEFORE)
     if before is not None:
@@ -143,7 +143,10 @@ def hold_place(module: nn.Module) -> Installed:
 def is_managed(module: nn.Module) -> bool:
     """Whether a callable of Forebay's is around the forward of `module` now."""
     installed = module.__dict__.get(STATE)
-    return installed is not None and installed.top is not None
+    entry = None if installed is None else installed.top
+    while entry is not None and entry.run is None:  # another thread removes it now
+        entry = entry.below
+    return entry is not None
 
 
 def is_patched(module: nn.Module) -> bool:

@@ -12,10 +12,12 @@ the rows anyway, write and read the pages. The autograd graph owns the ticket; w
 """
 
 import sys
+import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -103,8 +105,19 @@ class _SharedPages(_PageMemory):
         return True  # kernels may still use it, on other streams than it was allocated on
 
 
+def _alone(method: Callable[..., Any]) -> Callable[..., Any]:
+    """One thread at a time takes and gives pages: a model may run in several."""
+
+    @wraps(method)
+    def call(self: "PageStore", *args: Any) -> Any:
+        with self._lock:
+            return method(self, *args)
+
+    return call
+
+
 class PageStore:
-    """Pages of one device. Owns their memory; the graph owns the tickets. One thread at a time uses it.
+    """Pages of one device. Owns their memory; the graph owns the tickets. Several threads may use it.
 
     A page holds whole rows of one tensor. Device pages go out first and host pages after them, page by page: one tensor may be in
     both. If a replayed CUDA graph finds too few pages for a layer, that layer gets none, `missing_flag` says so until the step's
@@ -154,6 +167,8 @@ class PageStore:
         self._exact = 0  # depth of `exactly`
         self._epoch = 0  # number of step ends and arenas: a ticket captured in an earlier one gives nothing back
         self._last_stream: Any = None  # the one that used the free pages last
+        # Not reentrant: a ticket that dies within a call must not change what that call works on.
+        self._lock = threading.Lock()
         # A ticket may die at any time, in any thread. It only appends to these; the next call looks at them.
         self._dead: deque[tuple[_PageCounts, int]] = deque()
         self._deferred_gives: deque[tuple[_PageMemory, tuple[PageTable, ...], Any]] = deque()
@@ -163,6 +178,7 @@ class PageStore:
         self._most_own = 0  # most pages of tickets' own in this step
 
     @property
+    @_alone
     def live_tickets(self) -> int:
         self._count_dead()
         return self._alive
@@ -178,17 +194,20 @@ class PageStore:
         return self._memory.arena.host_pages if self._memory is not None else 0
 
     @property
+    @_alone
     def device_bytes(self) -> int:
         """Bytes of pages on the device: of the arena, and of tickets' own."""
         self._count_dead()
         return (self.device_pages + self._total.device) * self.page_bytes
 
     @property
+    @_alone
     def host_bytes(self) -> int:
         """Bytes of pages on the host: of the arena, and of tickets' own."""
         self._count_dead()
         return (self.host_pages + self._total.host) * self.page_bytes
 
+    @_alone
     def take(self, wanted: Sequence[PagedRows]) -> PageTicket:
         """Pages for the tensors of one layer, all or none of them.
 
@@ -231,6 +250,7 @@ class PageStore:
         self._most_own = max(self._most_own, self._total.device + self._total.host)
         return PageTicket(self, tables, memory, stream, self._epoch if capturing else None, counts, self.generation)
 
+    @_alone
     def end_step(self) -> PageReport:
         """Wait for the device, report what the step needed, and make room for as much in the next step.
 
@@ -245,9 +265,10 @@ class PageStore:
         if self._is_capturing(self._stream()):
             raise RuntimeError("end_step() waits for the device: not while a CUDA graph is captured")
         self._epoch += 1
+        self._count_dead()
+        idle = self._alive == 0  # the dead have given their pages, or deferred that
         self._give_deferred()
         self._wait()
-        idle = self.live_tickets == 0
         most = self._most_own
         if self._memory is not None:
             free = self._memory.free
@@ -268,16 +289,21 @@ class PageStore:
         self.last = PageReport(most * self.page_bytes, resized)
         return self.last
 
+    @_alone
     def resize(self, device_pages: int, host_pages: int) -> None:
         """Replace the arena. Tickets that are alive keep theirs, beside the new one. Not while a CUDA graph is captured.
 
         Raises:
             MemoryError, torch.OutOfMemoryError: see `end_step`.
         """
+        self._replace_arena(device_pages, host_pages)
+
+    def _replace_arena(self, device_pages: int, host_pages: int) -> None:
+        self._count_dead()
         self._give_deferred()
         self._wait()
         host_block = None
-        if self._memory is not None and self._memory.arena.host_pages == host_pages and self.live_tickets == 0:
+        if self._memory is not None and self._memory.arena.host_pages == host_pages and self._alive == 0:
             host_block = self._memory.host_block  # page-locking is slow, and nothing else uses it
         self._memory = None  # before the next is allocated: often there is no room for both
         self._last_stream = None
@@ -303,6 +329,7 @@ class PageStore:
         finally:
             self._exact -= 1
 
+    @_alone
     def close(self) -> None:
         """Drop the arena. Tickets that a graph still owns stay valid; the memory lives until the last of them dies."""
         if self._closed:
@@ -383,7 +410,7 @@ class PageStore:
         host = max(host, self._worst_bound - device)
         if self._worst_bound == 0 or (device, host) == (self.device_pages, self.host_pages):
             return False
-        self.resize(device, host)
+        self._replace_arena(device, host)
         return True
 
     def _within_budget(self, pages: int) -> int:
@@ -391,11 +418,15 @@ class PageStore:
         return pages if self.device_budget is None else min(pages, self.device_budget // self.page_bytes)
 
     def _ticket_died(self, ticket: PageTicket) -> None:
-        # Trap: this runs at any time, in any thread, under any current stream, within a capture or not.
-        self._dead.append((ticket._counts, ticket._generation))
+        # Trap: this runs at any time, in any thread, also within a call, under any current stream, within a capture or not.
+        try:
+            if ticket._memory.must_wait():
+                self._give_or_defer(ticket)
+        finally:  # last: `end_step` takes all pages back if no ticket is alive
+            self._dead.append((ticket._counts, ticket._generation))
+
+    def _give_or_defer(self, ticket: PageTicket) -> None:
         memory, stream = ticket._memory, ticket._stream
-        if not memory.must_wait():
-            return
         current = self._stream()
         capturing = self._is_capturing(stream)
         capture_near = capturing or (current != stream and self._is_capturing(current))
@@ -406,8 +437,15 @@ class PageStore:
         elif capture_near:
             # Keep the memory too: freeing it waits for the device. A captured ticket of an earlier epoch gives nothing.
             self._deferred_gives.append((memory, () if captured else ticket.tables, stream))
-        elif not captured:
-            self._give(memory, ticket.tables, stream, capturing)
+        elif captured or not isinstance(memory, _SharedPages):
+            return
+        elif self._lock.acquire(blocking=False):
+            try:
+                self._give(memory, ticket.tables, stream, capturing)
+            finally:
+                self._lock.release()
+        else:
+            self._deferred_gives.append((memory, ticket.tables, stream))
 
     def _give(self, memory: _PageMemory, tables: Sequence[PageTable], stream: Any, capturing: bool) -> None:
         """Nothing for a ticket's own memory, which is freed with it."""

@@ -50,8 +50,9 @@ def install_fused_loss(model: nn.Module, in_eval: bool = False) -> Callable[[], 
     fused = _check_model(model)
     head: nn.Module = model.lm_head  # type: ignore[assignment]
     undo = ExitStack()
-    undo.callback(install(model, partial(_FusedForward, model, fused, head, in_eval)))
+    # The head's own is there as long as the model's, whichever thread removes them.
     undo.callback(install(head, lambda inner: _head_forward))
+    undo.callback(install(model, partial(_FusedForward, model, fused, head, in_eval)))
     return undo.close
 
 
@@ -129,9 +130,14 @@ def _class_of(module: nn.Module) -> str:
 
 def _loss_of_hidden(head: Any, logits: Tensor, labels: Tensor, vocab_size: Any = None, **options: Any) -> Tensor:
     """Takes the place of a family's ``loss_function`` where `logits` are the hidden states before the head."""
-    if not is_managed(head):  # the override was removed since this forward began
-        return ForCausalLMLoss(head(logits), labels, vocab_size, **options)
-    return head_loss(head, logits, labels, **options)
+    if is_managed(head):
+        try:
+            return head_loss(head, logits, labels, **options)
+        except TypeError:
+            if is_managed(head):
+                raise
+    # The override was removed since this forward began, or by another thread just now.
+    return ForCausalLMLoss(head(logits), labels, vocab_size, **options)
 
 
 def _head_forward(self: nn.Linear, hidden: Tensor, targets: Tensor | None = None, **options: Any) -> Tensor:

@@ -105,7 +105,7 @@ class Managed:
 
     @property
     def plan(self) -> Plan | None:
-        """The plan in force; None before it is made, or if nothing is offloaded."""
+        """The plan in force; None before it is made, or if no region is placed "offload", "recompute+offload" or "auto"."""
         return self.manager.plan
 
     @property

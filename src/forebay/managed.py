@@ -232,6 +232,7 @@ def manage(
     Raises:
         PolicyError: an invalid policy, budget or option.
         BudgetError: (in a later step) no placement, or not this policy, meets the budget; names the smallest that can be met.
+            The next step is measured again, so that a smaller batch may follow.
         ValueError: layers or experts that `compile` or `dispatcher` do not support, a loss that "fused-always" does not, a
             decoder layer whose forward is replaced, or a model that is managed already.
         TypeError: the model is not a module.

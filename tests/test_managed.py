@@ -313,7 +313,7 @@ def test_the_cache_is_off_in_training_where_a_model_inside_makes_it(tokens):
         ({"loss": "plain"}, PolicyError, r"loss='plain'.*None"),
         ({"dispatcher": "nccl"}, PolicyError, r"dispatcher='nccl' is not a token dispatcher"),
         ({"min_bytes": -1}, PolicyError, r"min_bytes=-1"),
-        ({"model": "gpt"}, TypeError, r"torch.nn.Module, got 'gpt' \(str\).*from_pretrained"),
+        ({"model": "gpt"}, TypeError, r"torch.nn.Module, got a str.*from_pretrained"),
     ],
     ids=str,
 )
@@ -446,18 +446,32 @@ def test_regions_around_the_base_model_do_run(policy, model, tokens):
 
 
 def test_a_model_inside_a_module_of_the_users(model, tokens):
+    """It has what the model alone has: experts, loss and placements."""
+
     class Task(nn.ModuleDict):
         def forward(self, **batch):
             return self["inner"](**batch)
 
-    expected = loss_and_gradients(copy.deepcopy(model), tokens)
+    def saved(mem: forebay.Managed, module: nn.Module) -> list[tuple[str, int]]:
+        storages = mem.profile(lambda: module(input_ids=tokens, labels=tokens).loss).storages
+        return [(storage.operation, storage.nbytes) for storage in storages]
+
     model.config.use_cache = True
+    with forebay.manage(alone := copy.deepcopy(model), "offload", offload="all") as mem:
+        expected, expected_saved = loss_and_gradients(alone, tokens), saved(mem, alone)
     task = Task({"inner": model})
-    with no_warnings():
-        mem = forebay.manage(task, "offload", offload="all")
+    with no_warnings(), forebay.manage(task, "offload", offload="all") as mem:
         for _ in range(3):
             assert equal(loss_and_gradients(task, tokens), expected)
-    assert mem.report().moved_bytes > 0
+        assert mem.report().moved_bytes > 0
+        assert saved(mem, task) == expected_saved
+        assert task(input_ids=tokens, labels=tokens).logits is None
+    assert_nothing_is_left(task)
+
+
+def test_the_loss_of_a_model_of_the_users_cannot_be_fused():
+    with pytest.raises(ValueError, match=r"loss='fused-always': Sequential is not a model of transformers"):
+        forebay.manage(nn.Sequential(nn.Linear(4, 4)), loss="fused-always")
 
 
 # --- gradient checkpointing -------------------------------------------------------------------------------------------

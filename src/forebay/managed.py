@@ -9,7 +9,6 @@ model do not include it.
 """
 
 import inspect
-import reprlib
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -107,7 +106,7 @@ class Managed:
 
     @property
     def plan(self) -> Plan | None:
-        """The plan in force; None before it is made, or if nothing is offloaded."""
+        """The plan in force; None before it is made, or if no region is placed "offload", "recompute+offload" or "auto"."""
         return self.manager.plan
 
     @property
@@ -136,6 +135,7 @@ class Managed:
         """Profile what autograd saves in one call of `step` (a forward that returns its loss), by region and operation.
 
         Placements are off during the call. Tensors that are saved inside a compiled sublayer count for the sublayer.
+        ``print(profile.table())`` shows it as text.
         """
         profiler = Profiler(self._model)
         with self.suspended(profiler.region):
@@ -201,7 +201,8 @@ def manage(
 
     Args:
         model: the model, or a PEFT, DDP, FSDP or torch.compile wrapper of it. The model inside is managed, and module paths are
-            its own (patterns may have the wrapper's prefix).
+            its own (patterns may have the wrapper's prefix). Also any other module: what it holds of transformers gets experts
+            and loss as if managed alone, and module paths begin at the module.
         policy: pattern on module paths to placement (``keep``, ``recompute``, ``offload``, ``recompute+offload``, which offloads
             a recomputed region's inputs, and ``stash`` for the experts of MoE layers with a `dispatcher`); later rules win.
             Experts may be recomputed inside an offloaded sublayer (if compiled: with a `dispatcher`) if `recompute` is
@@ -232,8 +233,9 @@ def manage(
     Raises:
         PolicyError: an invalid policy, budget or option.
         BudgetError: (in a later step) no placement, or not this policy, meets the budget; names the smallest that can be met.
-        ValueError: layers or experts that `compile` or `dispatcher` do not support, a decoder layer whose forward is replaced,
-            or a model that is managed already.
+            The next step is measured again, so that a smaller batch may follow.
+        ValueError: layers or experts that `compile` or `dispatcher` do not support, a loss that "fused-always" does not, a
+            decoder layer whose forward is replaced, or a model that is managed already.
         TypeError: the model is not a module.
 
     Warns:
@@ -242,7 +244,7 @@ def manage(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(
-            f"forebay.manage takes a torch.nn.Module, got {reprlib.repr(model)} ({type(model).__name__}); load the model first, "
+            f"forebay.manage takes a torch.nn.Module, got a {type(model).__name__}; load the model first, "
             "such as with transformers.AutoModelForCausalLM.from_pretrained(...)"
         )
     check_options(
@@ -265,8 +267,13 @@ def manage(
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     fallbacks: list[str] = []
     with ExitStack() as undo:  # on an error, removes what is installed so far
-        if isinstance(model, PreTrainedModel):
-            _install_operations(model, experts, loss, undo, fallbacks)
+        inner_models = _pretrained_models(model)
+        if loss == "fused-always" and not inner_models:
+            raise ValueError(
+                f"loss='fused-always': {type(model).__name__} is not a model of transformers; pass loss=None"
+            )
+        for inner in inner_models:
+            _install_operations(inner, experts, loss, undo, fallbacks)
         if precision == "fp8":
             undo.callback(round_saved_rows(model))
         sublayers = _sublayers(model, compile, dispatcher, fallbacks)
@@ -274,7 +281,8 @@ def manage(
         if compile and attention == "flex":
             _run_sinks_on_flex(model, sublayers, fallbacks)
         if compile:
-            undo.callback(_compile_final_norm(model))
+            for inner in inner_models:
+                undo.callback(_compile_final_norm(inner))
         sealed = sealed_in_sublayers(model, sublayers, dispatcher) if compile else {}
         refuse_untraceable(model, sealed)
         regions = regions_of(model, sublayers, policy, sealed, dispatcher, recompute)
@@ -296,7 +304,7 @@ def manage(
                 precision=precision,
             )
         undo.callback(manager.detach)
-        for inner in _pretrained_models(model):
+        for inner in inner_models:
             undo.callback(_guard_base_model(inner, checkpointing_off))
         undo.callback(_watch_base_model(model, regions.sites, manager))
         # The manager reports what runs as a region itself.

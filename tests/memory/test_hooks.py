@@ -355,6 +355,28 @@ def test_auto_meets_its_budget_and_names_the_smallest_when_it_cannot() -> None:
     meets(smallest)
 
 
+@pytest.mark.parametrize("policy", ["auto", "offload"])
+def test_a_smaller_batch_may_follow_a_budget_error(policy: str) -> None:
+    model, small, large = network(), torch.ones(2, WIDTH), torch.ones(16, WIDTH)
+
+    def step(batch: Tensor) -> None:
+        model(batch).sum().backward()
+
+    with pytest.raises(BudgetError) as caught:
+        saved = manage(model, policy, budget=1)
+        for _ in range(3):
+            step(small)
+    saved.detach()
+    smallest = int(str(caught.value).rsplit("(", 1)[1].split()[0])
+    saved = manage(model, policy, budget=smallest)
+    with pytest.raises(BudgetError):
+        for _ in range(3):
+            step(large)
+    for _ in range(3):
+        step(small)
+    assert saved.plan is not None and saved.plan.peak_bytes <= smallest
+
+
 def test_what_cannot_be_managed_is_refused_early() -> None:
     model = network()
     for policy, options, message in (

@@ -481,7 +481,11 @@ class Autotuner:
         # On a GPU the first step compiles, tunes and page-locks: its times say nothing.
         if self._measured >= (_MAX_MEASURED_STEPS if awaits else 2 if self._device.type == "cuda" else 1):
             self._awaited = None
-            self._make_plan(recorder)
+            try:
+                self._make_plan(recorder)
+            except BudgetError:  # the caller may go on with a smaller batch, which is measured anew
+                self.recorder, self._longest = None, 0.0
+                raise
             self._go(TuneState.FOLLOW if self._trials is None else TuneState.TRY)
 
     def _end_tried_step(self) -> None:

@@ -82,7 +82,7 @@ class _FusedForward:
                 self._warned_head = True
                 warnings.warn(
                     f"{change}, which the fused loss leaves out: the model's own loss runs, and holds logits [tokens, "
-                    "vocabulary]; undo that, call manage() again on a new head, or pass loss=None to silence this",
+                    "vocabulary]; undo that, or for a new head detach and call manage() again, or pass loss=None to silence this",
                     stacklevel=2,
                 )
             return self._inner(*args, **kwargs)

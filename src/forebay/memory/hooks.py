@@ -416,7 +416,7 @@ class Manager:
         self._transfers.send(call)
         self._step.saved_bytes += sum(call.items)
         if self.plan is not None:
-            self._compare_items(call, self._growth_of_inputs(call, args, kwargs))
+            self._compare_items(call, args, kwargs)
         return out
 
     def _watch(self, call: RegionCall, out: Any) -> None:
@@ -604,10 +604,13 @@ class Manager:
             if plan.peak_bytes * growth > self._budget:
                 self.tuner.call_grew(growth)
 
-    def _compare_items(self, call: RegionCall, growth: float) -> None:
-        """Tell the tuner if the call saved more than was measured; `growth` is that of its inputs."""
-        self.tuner.call_grew(growth)
+    def _compare_items(self, call: RegionCall, args: Any, kwargs: Any) -> None:
+        """Tell the tuner if the call saved more than was measured."""
         measured = self.tuner.lookup.items.get(call.key, ())
+        if tuple(call.items) == measured:
+            return
+        growth = self._growth_of_inputs(call, args, kwargs)
+        self.tuner.call_grew(growth)
         if len(call.items) > len(measured):  # a longer batch has fewer items below the size floor
             exceeds = growth <= 1.0
         else:

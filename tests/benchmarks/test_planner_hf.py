@@ -52,7 +52,9 @@ def test_both_arms_run_once_and_are_compared_with_their_plans(
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("fsdp", ["true", "false"], ids=["fsdp", "ddp"])
+@pytest.mark.parametrize(
+    "fsdp", [pytest.param("true", id="fsdp"), pytest.param("false", id="ddp", marks=pytest.mark.slow)]
+)
 def test_two_processes_share_a_run(planner_hf: Any, fsdp: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both arms, with accumulation; as many steps as on one GPU."""
     hf = (*HF, "gradient_accumulation_steps=2", "bf16=true", f"fsdp={fsdp}")

@@ -48,9 +48,9 @@ def cut_nearest(
     """A compiled forward, cut nearer to its backward: its log, and its origins with their bytes.
 
     torch's partitioner counts bytes 1.1 times for each operation between a tensor and the backward, and twice if the tensor need
-    not be in memory. A tensor that `aten.cat` assembles, or that a kernel reads, is always in memory: it is saved in place of
-    origins of as many bytes that nothing else needs, such as rotated queries, or the scores with GPT-OSS's sinks. Any other is
-    saved in place of twice as many: the sum of a projection and its adapter.
+    not be in memory. A tensor that `aten.cat` assembles is always in memory: it is saved in place of origins of as many bytes
+    that nothing else needs, such as rotated queries, or the scores with GPT-OSS's sinks. Any other is saved in place of twice as
+    many: the sum of a projection and its adapter.
 
     Args:
         saved: storages that autograd saves.
@@ -59,12 +59,11 @@ def cut_nearest(
     """
     made = made_in(log)
     sizes = {n: storage.size for n, storage in made.items()} | {**origins}
-    read = {n for entry in log if isinstance(entry, Op) and not entry.fused for n in entry.reads}
     cut, now = log, frozenset(origins)
     for number in (n for n, storage in sorted(made.items()) if n in assembled or len(storage.origins) > 1):
         nearer, found = _cut_at(cut, number)
         then = frozenset(o for n in saved for o in found.get(n, (n,))) & sizes.keys()
-        counted = 1 if number in assembled or number in read else 2
+        counted = 1 if number in assembled else 2
         if now - then and counted * sum(sizes[n] for n in then - now) <= 1.1 * sum(sizes[n] for n in now - then):
             cut, now = nearer, then
     return cut, {n: sizes[n] for n in now}

@@ -58,7 +58,7 @@ def cut_nearest(
         origins: those of `saved` that no earlier part saves, with their bytes.
     """
     made = made_in(log)
-    sizes = {n: storage.size for n, storage in made.items()} | {**origins}
+    sizes = {n: storage.size for n, storage in made.items()} | dict(origins)
     cut, now = log, frozenset(origins)
     for number in (n for n, storage in sorted(made.items()) if n in assembled or len(storage.origins) > 1):
         nearer, found = _cut_at(cut, number)

@@ -232,7 +232,7 @@ def outside_bytes(s: Sharing, both_ways: bool = False) -> int:
     groups = [_group_bytes(s.world, FEW if parts else DEFAULT)]
     if parts:
         groups.append(_group_bytes(s.data))
-    if s.replicate > 1 and not s.ddp:
+    if parts and s.replicate > 1:
         groups.append(_group_bytes(s.replicate))
     if s.ep > 1:
         groups += [_group_bytes(s.data // s.ep), _group_bytes(s.ep, FEW)]

@@ -466,7 +466,7 @@ class ShardingTime:
         return sum(sent / self.device.link(name, within, s.replicate) for name in ("reduce_scatter", "all_gather"))
 
     def _all_reduces(self, part: Elements) -> TransferTime:
-        """Of DistributedDataParallel, for each microbatch: one reduces the sums of all, or each does."""
+        """DistributedDataParallel's part of a microbatch. If the last one reduces the sums of all, each has its share of that."""
         s = self.sharing
         if not s.ddp:
             return TransferTime()

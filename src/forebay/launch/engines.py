@@ -33,9 +33,8 @@ def _slurm(job: Job) -> str:
     Slurm sends SIGUSR1 before the time limit, and SIGTERM when it preempts the job; the run saves, ends with `EXIT_PREEMPTED`,
     and the script puts the job back into the queue.
     """
-    python = (
-        "python3" if job.image else sys.executable
-    )  # outside of a container this process's own: nodes share its files
+    # Outside of a container this process's own: nodes share its files.
+    python = "python3" if job.image else sys.executable
     limit = f"#SBATCH --time={_clock(job.seconds)}" if job.seconds else "##SBATCH --time=24:00:00  # EDIT: a limit"
     return f"""\
 #!/bin/bash

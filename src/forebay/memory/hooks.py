@@ -327,10 +327,9 @@ class Manager:
     def detach(self) -> None:
         """Restore the model. Graphs that are alive stay valid and can still run backward."""
         with self._between_steps:  # else a plan that another thread makes now switches light recomputation on again
+            self._switch_light(self._regions, False)
             regions, self._regions = self._regions, {}
             for region in reversed(regions.values()):
-                if region.light is not None:
-                    region.light(False)
                 region.site.restore()
             self.store.close()
 

@@ -8,9 +8,9 @@ may die at any time and in any thread, also within a call of the store. On a CPU
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property, wraps
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from forebay.kernels.launch import memory_rate
 from forebay.memory.copy_lanes import Copy, CopyDone, CopyLanes, on_stream
 from forebay.memory.host_pool import HostPool
 from forebay.memory.host_ticket import Ticket, TicketState
+from forebay.memory.locked import locked
 
 _KEPT_COPIES = 4096  # the last copies of each direction, whose rate is measured
 _SWEEP_TICKETS = 256  # references to dead tickets that a store may keep, beside as many as are alive
@@ -64,17 +65,6 @@ class Traffic:
         return timed / milliseconds * 1e3 if milliseconds else None
 
 
-def _locked(method: Callable[..., None]) -> Callable[..., None]:
-    """One thread at a time changes states of tickets and the pool: a model may run in several. A ticket's death takes no lock."""
-
-    @wraps(method)
-    def call(self: "HostStore", *args: Any) -> None:
-        with self._lock:
-            method(self, *args)
-
-    return call
-
-
 class HostStore:
     """Offloaded bytes of one device. Owns its streams and its pool; the graph owns the tickets, which the store knows weakly.
 
@@ -97,7 +87,7 @@ class HostStore:
         self.outbound = Traffic()
         self.inbound = Traffic()
         self._closed = False
-        self._lock = threading.RLock()
+        self._lock = threading.RLock()  # of states of tickets and the pool; a ticket's death does not take it
         # Not a WeakSet: it hashes each ticket and calls back when it dies, thousands of times a step.
         self._tickets: list[weakref.ref[Ticket]] = []
         self._sweep_at = _SWEEP_TICKETS
@@ -158,7 +148,7 @@ class HostStore:
             ticket.others = (*ticket.others, other)
         return other
 
-    @_locked
+    @locked
     def send(self, tickets: Sequence[Ticket]) -> None:
         """Enqueue the copies out of the tickets that are unsent. A closed store sends nothing.
 
@@ -194,7 +184,7 @@ class HostStore:
             ticket.advance(TicketState.LEAVING)
         self.outbound.add(*_sizes(unsent), out)
 
-    @_locked
+    @locked
     def release(self, ticket: Ticket) -> None:
         """Make the compute stream wait for the copy out and drop the device memory. No-op unless leaving."""
         if ticket.state is TicketState.LEAVING:
@@ -207,7 +197,7 @@ class HostStore:
             ticket.advance(TicketState.ON_HOST)
             ticket.device_bytes, ticket.others = None, ()
 
-    @_locked
+    @locked
     def fetch(self, *batches: Sequence[Ticket]) -> None:
         """Enqueue the copies back of the tickets that are on the host. Each batch has one end of its own; a ticket in two batches
         comes back with the first."""
@@ -258,7 +248,7 @@ class HostStore:
             )
         return ticket.device_bytes
 
-    @_locked
+    @locked
     def recall(self, ticket: Ticket) -> None:
         """Do what `wait` does, ahead of the time at which the bytes are needed: the storage may still be empty."""
         if ticket.state is not TicketState.ON_DEVICE:
@@ -274,7 +264,7 @@ class HostStore:
         if other is not None and ticket.back is not None:
             ticket.back.block(other)
 
-    @_locked
+    @locked
     def _expand(self, ticket: Ticket) -> None:
         """Expand a compressed ticket on its compute stream, for the current one."""
         if ticket.compressed:
@@ -283,26 +273,26 @@ class HostStore:
         if other is not None:
             other.wait_stream(ticket.compute)
 
-    @_locked
+    @locked
     def reset_stats(self) -> None:
         """Start anew to count traffic, and which slabs of host memory are used."""
         self.outbound.reset_stats()
         self.inbound.reset_stats()
         self.pool.reset_stats()
 
-    @_locked
+    @locked
     def synchronize(self) -> None:
         """Wait on the host for all copies. Call it before and after the capture of a CUDA graph: no stream waits any more for a
         copy from before this call, and a CUDA event must not pass between inside and outside."""
         self.lanes.synchronize()
 
-    @_locked
+    @locked
     def trim(self) -> None:
         """Free the host slabs that no ticket has used since `reset_stats`."""
         self.lanes.synchronize()
         self.pool.trim()
 
-    @_locked
+    @locked
     def close(self) -> None:
         """Free the host memory. Tickets that a graph still owns stay valid and free theirs when they die."""
         self._closed = True

@@ -14,10 +14,9 @@ the rows anyway, write and read the pages. The autograd graph owns the ticket; w
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
-from functools import wraps
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +25,7 @@ from torch import Tensor
 from forebay.kernels.launch import Backend
 from forebay.kernels.paging import PAGE_ALIGN, Arena, FreePages, PagedRows, PageTable, all_free, give_pages, take_pages
 from forebay.memory.host_pool import HostBlock, HostPool
+from forebay.memory.locked import locked
 
 # Steps differ: an arena has one device page more for each so many that the largest step needed. What a later step needs beyond
 # that is on the host for that step, and on the device in the next.
@@ -105,17 +105,6 @@ class _SharedPages(_PageMemory):
         return True  # kernels may still use it, on other streams than it was allocated on
 
 
-def _alone(method: Callable[..., Any]) -> Callable[..., Any]:
-    """One thread at a time takes and gives pages: a model may run in several."""
-
-    @wraps(method)
-    def call(self: "PageStore", *args: Any) -> Any:
-        with self._lock:
-            return method(self, *args)
-
-    return call
-
-
 class PageStore:
     """Pages of one device. Owns their memory; the graph owns the tickets. Several threads may use it.
 
@@ -178,7 +167,7 @@ class PageStore:
         self._most_own = 0  # most pages of tickets' own in this step
 
     @property
-    @_alone
+    @locked
     def live_tickets(self) -> int:
         self._count_dead()
         return self._alive
@@ -194,20 +183,20 @@ class PageStore:
         return self._memory.arena.host_pages if self._memory is not None else 0
 
     @property
-    @_alone
+    @locked
     def device_bytes(self) -> int:
         """Bytes of pages on the device: of the arena, and of tickets' own."""
         self._count_dead()
         return (self.device_pages + self._total.device) * self.page_bytes
 
     @property
-    @_alone
+    @locked
     def host_bytes(self) -> int:
         """Bytes of pages on the host: of the arena, and of tickets' own."""
         self._count_dead()
         return (self.host_pages + self._total.host) * self.page_bytes
 
-    @_alone
+    @locked
     def take(self, wanted: Sequence[PagedRows]) -> PageTicket:
         """Pages for the tensors of one layer, all or none of them.
 
@@ -250,7 +239,7 @@ class PageStore:
         self._most_own = max(self._most_own, self._total.device + self._total.host)
         return PageTicket(self, tables, memory, stream, self._epoch if capturing else None, counts, self.generation)
 
-    @_alone
+    @locked
     def end_step(self) -> PageReport:
         """Wait for the device, report what the step needed, and make room for as much in the next step.
 
@@ -289,7 +278,7 @@ class PageStore:
         self.last = PageReport(most * self.page_bytes, resized)
         return self.last
 
-    @_alone
+    @locked
     def resize(self, device_pages: int, host_pages: int) -> None:
         """Replace the arena. Tickets that are alive keep theirs, beside the new one. Not while a CUDA graph is captured.
 
@@ -329,7 +318,7 @@ class PageStore:
         finally:
             self._exact -= 1
 
-    @_alone
+    @locked
     def close(self) -> None:
         """Drop the arena. Tickets that a graph still owns stay valid; the memory lives until the last of them dies."""
         if self._closed:

@@ -185,9 +185,8 @@ class TimelineRecorder(_EventRecorder):
 
     def exclude(self, key: Key, item: int) -> None:
         """An item that is not to be offloaded: it counts as no bytes."""
-        if (
-            figures := self._figures.get(key)
-        ) is not None:  # else the call raised, or is of a step that another thread ended
+        figures = self._figures.get(key)
+        if figures is not None:  # else the call raised, or is of a step that another thread ended
             self._figures[key] = replace(figures, items=(*figures.items[:item], 0, *figures.items[item + 1 :]))
 
     def share(self, key: Key, later: Key) -> None:

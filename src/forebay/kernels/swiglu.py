@@ -226,11 +226,15 @@ def _forward_kernel(
     limit = tl.cast(limit, tl.float32)
     n_live = tl.load(n_live_ptr)
     # R * 2I passes 2**31 for 1M rows of 1536: row offsets are 64-bit.
-    first_row = tl.program_id(0).to(tl.int64) * BLOCK_R
+    # A row's tiles run one after the other: compressed rows, whose ends fall inside of sectors of 32 bytes, would otherwise reach
+    # the memory in pieces of those.
+    row_block = tl.program_id(0) // tl.cdiv(N_INNER, BLOCK_I)
+    start = (tl.program_id(0) - row_block * tl.cdiv(N_INNER, BLOCK_I)) * BLOCK_I
+    first_row = row_block.to(tl.int64) * BLOCK_R
     if first_row >= n_live:  # sentinels: with the capacity of two ranks half of all rows
         return
     rows = first_row + tl.arange(0, BLOCK_R)
-    cols = tl.program_id(1) * BLOCK_I + tl.arange(0, BLOCK_I)[None, :]
+    cols = start + tl.arange(0, BLOCK_I)[None, :]
     live = rows < n_live
     slot = tl.load(order_ptr + rows, mask=live, other=0)
     w = tl.load(weights_ptr + slot, mask=live, other=0.0).to(tl.float32)
@@ -251,7 +255,7 @@ def _forward_kernel(
     if COMPRESSED:
         bytes_at = (place * 2 if INTERLEAVED else place)[:, None]
         _save_compressed(
-            saved_ptr, bytes_ptr, place[:, None], bytes_at, tl.program_id(1) * BLOCK_I, gate, up, saved[:, None],
+            saved_ptr, bytes_ptr, place[:, None], bytes_at, start, gate, up, saved[:, None],
             N_INNER, INTERLEAVED, NATIVE, BLOCK_I,
         )  # fmt: skip
     elif PAGED:
@@ -396,7 +400,7 @@ def swiglu_forward(
     words, half, _ = _words(h.dtype, glu)
     place = _place(saved, h.dtype, inner, glu)
     launch(
-        _forward_kernel, (cdiv(rows, block_r), cdiv(inner, block_i)),
+        _forward_kernel, (cdiv(rows, block_r) * cdiv(inner, block_i),),
         words(h), weights, order, offs[-1:], words(bias), row_expert, act, place.words, place.bytes_,
         place.pages, rows, glu.alpha, glu.limit, **place.sizes, NATIVE=compressed and converts_natively(h.device),
         N_INNER=inner, CLAMPED=glu.kind == "clamped_swiglu", INTERLEAVED=glu.interleaved, HAS_BIAS=bias is not None,

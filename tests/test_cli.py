@@ -438,7 +438,7 @@ def test_what_fits_names_what_its_placements_need(config: str, monkeypatch: pyte
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     sizes = {"device.type": "cuda", "model.dtype": "float32", "model.compute": "bfloat16", "parallel.pp": 2}
-    sizes |= {"train.batch": 8, "train.microbatch": 1, "train.sequence": 4096, "model.config.num_hidden_layers": 8}
+    sizes |= {"train.batch": 4, "train.microbatch": 1, "train.sequence": 4096, "model.config.num_hidden_layers": 8}
     settings = load(config, [f"{name}={json.dumps(value)}" for name, value in sizes.items()])
     kept, least = (fit_run(settings, plan_layers(settings, 2), 2, auto=auto).fullest for auto in (None, 1))
     said = cli._what_fits(settings, config, (2 * least_budget(least.total) + least_budget(kept.total)) // 3)

@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from io import StringIO
 from pathlib import Path
@@ -31,7 +32,7 @@ from forebay.train.trainer import Trainer
 from forebay.train.world import tasks_apart
 from tests.conftest import Run
 from tests.helpers import toml_table
-from tests.ranks import start
+from tests.ranks import on_processes, start
 from tests.train.common import MODEL, small_files, word_tokenizer
 
 pytestmark = pytest.mark.usefixtures("shared_traces")
@@ -437,7 +438,7 @@ def test_what_fits_names_what_its_placements_need(config: str, monkeypatch: pyte
     for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}.items():
         monkeypatch.setenv(name, value)
     sizes = {"device.type": "cuda", "model.dtype": "float32", "model.compute": "bfloat16", "parallel.pp": 2}
-    sizes |= {"train.batch": 8, "train.microbatch": 1, "train.sequence": 4096, "model.config.num_hidden_layers": 8}
+    sizes |= {"train.batch": 4, "train.microbatch": 1, "train.sequence": 4096, "model.config.num_hidden_layers": 8}
     settings = load(config, [f"{name}={json.dumps(value)}" for name, value in sizes.items()])
     kept, least = (fit_run(settings, plan_layers(settings, 2), 2, auto=auto).fullest for auto in (None, 1))
     said = cli._what_fits(settings, config, (2 * least_budget(least.total) + least_budget(kept.total)) // 3)
@@ -530,31 +531,22 @@ def test_a_plan_as_a_program(config: str) -> None:
     assert json.loads(done.stdout)["fit"]["fits"] is False
 
 
+def fails_beside_a_thread(arguments: list[str]) -> None:
+    def fails(*_: Any) -> None:
+        threading.Thread(target=threading.Event().wait).start()
+        raise ZeroDivisionError("surprise")
+
+    Trainer.step = fails  # type: ignore[method-assign, assignment]  # this process ends with the run
+    sys.argv[1:] = arguments
+    cli.program()
+
+
 @pytest.mark.parametrize("more", [[], ["--debug"]])
 def test_a_run_that_fails_ends_whatever_its_threads_do(config: str, tmp_path: Path, more: list[str]) -> None:
     """As one that waits for another process."""
-    program = """
-import threading
-from forebay import cli
-from forebay.train.trainer import Trainer
-
-def fails(*_):
-    threading.Thread(target=threading.Event().wait).start()
-    raise ZeroDivisionError("surprise")
-
-Trainer.step = fails
-cli.program()
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", program, "train", config, *more],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "PYTHONPATH": str(Path(cli.__file__).parents[1]), "OMP_NUM_THREADS": "1"},
-        check=False,
-    )
-    assert done.returncode == 1 and "ZeroDivisionError: surprise" in done.stderr
-    assert ("Traceback" in done.stderr) == bool(more) and f"run {tmp_path / 'run'}" in done.stdout
+    codes, out, error = on_processes(1, fails_beside_a_thread, ["train", config, *more])
+    assert codes == [1] and "ZeroDivisionError: surprise" in error
+    assert ("Traceback" in error) == bool(more) and f"run {tmp_path / 'run'}" in out
 
 
 def test_a_reader_that_goes_away(config: str) -> None:

@@ -162,6 +162,16 @@ def test_no_placement_within_the_budget_costs_less(seed: int) -> None:
     assert lowest.peak == low
 
 
+def test_every_choice_of_two_layers_is_tried() -> None:
+    """Whichever of them is the only one that fits."""
+    case = Case(0, layers=2)
+    costs = case.costs(False)
+    every = [{o.path: o.placement for o in picked if o.placement != "keep"} for picked in product(*case.options[0])]
+    assert len(every) == 3 * 4 * 3 * 4
+    for wanted in every:
+        assert costs.choose(0, 0, lambda placements, wanted=wanted: int(placements != wanted)).placements == wanted
+
+
 @given(
     st.integers(0, 1000),
     st.integers(1, 5),

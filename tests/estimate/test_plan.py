@@ -111,6 +111,14 @@ def with_settings(settings: Config, given: dict[str, Any]) -> Config:
 
 
 LEAST = 1  # a budget that nothing fits: the placements that hold the least
+
+
+@pytest.fixture
+def search_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two layers, all 81 choices are planned besides, which takes most of the time; see tests/estimate/test_placement.py."""
+    monkeypatch.setattr("forebay.estimate.placement._FEW", 0)
+
+
 GRAPH = {"memory.graph": True}
 
 
@@ -131,6 +139,7 @@ GRAPH = {"memory.graph": True}
     ],
     ids=str,
 )  # fmt: skip
+@pytest.mark.usefixtures("search_alone")
 def test_a_run_with_the_chosen_placements_is_the_one_that_was_planned(
     tmp_path: Path, world: int, parallel: dict[str, Any], memory: dict[str, Any], budget: int, settings: dict[str, Any]
 ) -> None:
@@ -188,6 +197,7 @@ WAYS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.usefixtures("search_alone")
 @pytest.mark.parametrize(("family", "way"), cover(FAMILIES, WAYS))
 def test_every_family_is_planned(tmp_path: Path, family: str, way: tuple[dict[str, Any], dict[str, Any]]) -> None:
     """By the paths that its sublayers have in a run."""

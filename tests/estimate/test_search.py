@@ -22,6 +22,7 @@ from forebay.config import Config, divisors, fast_path, from_mapping
 from forebay.errors import UsageError
 from forebay.estimate import processes as estimate_processes
 from forebay.estimate import search as search_module
+from forebay.estimate import trace_cache
 from forebay.estimate.device import load
 from forebay.estimate.fit import EAGER_ERROR, SEVERAL_GPUS_ERROR, RankFit, least_budget
 from forebay.estimate.layers import plan_layers
@@ -360,10 +361,11 @@ def test_a_mesh_is_planned_until_it_is_known_not_to_fit(monkeypatch: pytest.Monk
 def test_no_peak_is_below_its_bound(parallel: dict[str, Any], reshard: bool) -> None:
     for gradients in ("float32", "compute"):
         config = tiny(
+            batch=16,
             parallel={**parallel, "reshard": reshard, "gradients": gradients},
             model={"dtype": "float32", "compute": "bfloat16"},
         )
-        plan, traces = plan_layers(config, 4), TraceCache()
+        plan, traces = plan_layers(config, 4), trace_cache.TraceCache()
         most = fit_run(config, plan, 4, traces=traces).fullest.total
         bounds = bounding(config, plan, 4, traces)
         assert 0 < bounds.mean() <= bounds.least()[0] <= most
@@ -426,7 +428,7 @@ def test_processes_change_nothing_and_do_not_trace(budget: int | None, monkeypat
 
     monkeypatch.undo()  # `shared_traces`
     monkeypatch.setattr("forebay.estimate.trace_cache.trace_model", trace_here)
-    request = PlanRequest(tiny(batch=48))
+    request = PlanRequest(tiny(batch=12))
     one, several = (search(request, "mesh", 6, budget, device=load("h200"), processes=n) for n in (1, 3))
     assert several == one and len(one.refused) > 1 and len(traced) % 2 == 0 and traced
     assert not multiprocessing.active_children()
@@ -509,7 +511,7 @@ def test_traces_are_shared_and_change_nothing() -> None:
     """A run planned after others is the run planned alone."""
     traces = TraceCache()
     meshes: list[dict[str, int]] = [{"ep": 2}, {"ep": 4}, {"pp": 2}, {"pp": 2, "ep": 2}, {}]
-    for config in (tiny(microbatch=2), tiny(sequence=64), *(tiny(parallel=mesh) for mesh in meshes)):
+    for config in (tiny(8, microbatch=2), tiny(8, sequence=64), *(tiny(8, parallel=mesh) for mesh in meshes)):
         shared, alone = (
             fit_run(config, plan_layers(config, 4, cache), 4, traces=cache) for cache in (traces, TraceCache())
         )
@@ -532,7 +534,7 @@ def test_a_bare_model_has_settings_that_follow_the_gpus() -> None:
 
 def test_a_bare_models_batch_follows_its_microbatch() -> None:
     small = [f"model.config.{name}={value}" for name, value in TINY.items()]
-    asked = ask("qwen3-30b-a3b", [*small, "train.sequence=64", "memory.compile=false", "model.config.vocab_size=320"])
+    asked = ask("qwen3-30b-a3b", [*small, "train.sequence=512", "memory.compile=false", "model.config.vocab_size=320"])
     base = fit_run(asked.config, plan_layers(asked.config, 1), 1).fullest.total
     found = search(asked, "microbatch", 1, least_budget(base, EAGER_ERROR) + (8 << 20))
     size = found.settings["train.microbatch"]

@@ -11,7 +11,7 @@ from hypothesis import HealthCheck, given, settings
 
 from tests.seams.fuzzing import Case, cases, disagreement, only_new_objects
 
-EXAMPLES = int(os.environ.get("FOREBAY_FUZZ_EXAMPLES", "250"))
+EXAMPLES = int(os.environ.get("FOREBAY_FUZZ_EXAMPLES", "150"))
 
 
 @pytest.fixture(autouse=True)

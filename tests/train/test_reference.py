@@ -43,7 +43,7 @@ def on_a_rank(rank: int, world: int, texts: str) -> list[list[str]]:
     torch.set_num_threads(1)
     found = []
     for family, changes in zip(FAMILIES, ON_TWO, strict=True):
-        case, folder = case_of(family, train={"batch": 8}, **changes), Path(texts) / family
+        case, folder = case_of(family, train={"batch": 4}, **changes), Path(texts) / family
         if rank == 0:
             write_model(case, folder)
         dist.barrier()

@@ -63,7 +63,7 @@ def settings(folder: str, dtype: str, gradients: str, **parallel: Any) -> Any:
         folder,
         {**WIDE, "num_hidden_layers": 3},
         model={"dtype": dtype, "compute": "bfloat16" if dtype == "float32" else ""},
-        train={"batch": 12, "microbatch": 2, "eval_every": 2, "eval_batches": 1},
+        train={"batch": 8, "microbatch": 2, "eval_every": 2, "eval_batches": 1},
         data={"validation": 0.2},
         memory={"graph": not parallel},  # steps of an engine; a CPU captures none
         parallel={"dispatch": "auto", "gradients": gradients, "reshard": False, **parallel},

@@ -157,7 +157,8 @@ def error_of(entry: Entry) -> float:
     """The share of the peak that a plan leaves for its own error. `entry`: as planned, with no fast path key at "auto"."""
     memory, pipeline = entry.sections["memory"], entry.sections["parallel"].get("pp", 1) > 1
     compiled, captured = bool(memory.get("compile")), bool(memory.get("graph"))
-    return planning_error(entry.gpus, compiled, placements_of(entry), captured, pipeline)
+    whole_scores = entry.sections["model"].get("attention") == "eager"
+    return planning_error(entry.gpus, compiled, placements_of(entry), captured, pipeline, whole_scores)
 
 
 def placements_of(entry: Entry) -> set[str]:

@@ -324,6 +324,21 @@ def test_backward_peak_of_a_dense_sublayer_against_the_real_one() -> None:
     assert backward - 8 <= peak_of(recorder.log, begin) <= backward + 2 * hidden
 
 
+def test_compiled_eager_attention_needs_five_tensors_of_scores_where_experts_are_apart_and_where_they_are_not() -> None:
+    """As in recorded histories of a compiled OLMoE on an H200, of 6656 and 7360 tokens: besides the saved scores the
+    probabilities that are made again, their gradient, its product with them in fp32, and the scores' gradient. One kernel computes
+    the product and makes the probabilities."""
+    model = built("olmoe", "meta", attention="eager")
+    together, apart = (
+        trace_model(model, Shape(2048, BATCH, compiled=True, stages=stages)).layers[0].attention
+        for stages in (False, True)
+    )
+    scores = BATCH * HEADS * 2048**2 * 2
+    assert peaks(together, 0)[1] / scores == pytest.approx(5, abs=0.05)
+    assert together.events is not None and apart.events is not None
+    assert apart.events.backward == together.events.backward
+
+
 def test_the_gradient_of_probabilities_beside_sinks_is_not_padded_in_memory() -> None:
     """As in a recorded history of a compiled GPT-OSS: probabilities, their gradient, softmax's, a scatter, and the scores'."""
     events = traced("gpt_oss", attention="eager", compiled=True, gpu=True, block=GPU_BLOCK).layers[0].attention.events

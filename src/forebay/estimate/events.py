@@ -29,7 +29,7 @@ def part_events(
     if compiled:
         made = made_in(forward)
         kept = {n for n in named.saved if n in made}
-        if pieces:
+        if pieces and Mark.EXPERTS_END in backward:
             backward = _recomputed_apart(backward, made, kept)
         else:
             forward, backward = _ordered_forward(forward, named, kept), _ordered_backward(backward, named, made, kept)

@@ -115,7 +115,8 @@ class RunEstimator:
         """The share for the plan's own error; see `forebay.estimate.fit`."""
         policy = {"auto"} if self.config.memory.policy == "auto" else set()
         compiled, placed = self.config.memory.compile, {*placements.values(), *policy}
-        return planning_error(self.sharing.world, compiled, placed, self.captured, self.config.parallel.pp > 1)
+        pipeline, whole_scores = self.config.parallel.pp > 1, self.config.model.attention == "eager"
+        return planning_error(self.sharing.world, compiled, placed, self.captured, pipeline, whole_scores)
 
     @property
     def _measures(self) -> bool:

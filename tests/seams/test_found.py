@@ -657,6 +657,36 @@ def test_a_buffer_that_a_forward_changes_counts_forwards_however_late_the_rerun(
     both(lambda: net(counting(), Mlp(), nn.Sequential(counting(), Mlp())), policy, use)
 
 
+class Normed(Mlp):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm: nn.Module = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.norm(x))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda layer: setattr(layer, "norm", nn.BatchNorm1d(WIDTH)),
+        lambda layer: nn.utils.spectral_norm(layer.up),
+    ],
+    ids=["statistics", "power iterations"],
+)
+def test_buffers_that_a_region_gets_after_its_first_step_are_written_once(
+    change: Callable[[Any], Any], policy: str
+) -> None:
+    def use(model: nn.Module) -> list[Tensor]:
+        found = two_steps(model)
+        torch.manual_seed(2)
+        change(model.layers[1])  # type: ignore[index]
+        return [*found, *three_steps(model)]
+
+    both(lambda: net(Mlp(), Normed(), Mlp()), policy, use)
+
+
 @pytest.mark.parametrize("policy", ["recompute", {"model.layers.*": "recompute"}], ids=str)
 def test_kernels_of_attention_that_are_chosen_for_the_forward_only(policy: Any) -> None:
     ids = torch.randint(1, VOCABULARY, (ROWS, LENGTH))

@@ -24,7 +24,7 @@ from forebay.memory.overrides import installed_on
 _KEPT_OPS: Mapping[str, frozenset[str]] = {"full": frozenset(), "save-dispatch": frozenset({"forebay::dispatch"})}
 _CONTAINERS = (list, dict, tuple, OrderedDict, defaultdict, deque)  # in which a caller may replace what it passed
 _Key = tuple[int, str]  # of a module among the region's, and a weight's or a buffer's name
-_Mode = tuple[bool, ...]  # training or evaluation, of each module
+_Mode = tuple[tuple[bool, ...], tuple[_Key, ...]]  # training or evaluation, of each module; and the buffers they have
 _AFTER_BACKWARD = "Change weights and buffers (optimizer.step(), a router's bias) after backward"
 
 
@@ -141,7 +141,7 @@ class _RecomputedCall:
         devices -= {a.device for a in args if isinstance(a, Tensor)}
         self.on_devices = [torch.empty(0, device=d) for d in devices if d.type not in ("cpu", "meta")]
         self._buffers = {(i, n): b for i, m in enumerate(modules) for n, b in m._buffers.items() if b is not None}
-        self._mode = tuple(m.training for m in modules)
+        self._mode: _Mode = tuple(m.training for m in modules), tuple(self._buffers)
         # Before the first forward it is not known which ones are written: all are copied.
         known = region.written.get(self._mode)
         self._written_arguments = {

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrizations, parametrize
-from transformers import DynamicCache
+from transformers import BloomConfig, BloomForCausalLM, DynamicCache, NemotronHConfig, NemotronHForCausalLM
 
 import forebay
 from forebay.moe.dispatch import LocalDispatcher
@@ -657,6 +657,36 @@ def test_a_buffer_that_a_forward_changes_counts_forwards_however_late_the_rerun(
     both(lambda: net(counting(), Mlp(), nn.Sequential(counting(), Mlp())), policy, use)
 
 
+class Normed(Mlp):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm: nn.Module = nn.LayerNorm(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.norm(x))
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda layer: setattr(layer, "norm", nn.BatchNorm1d(WIDTH)),
+        lambda layer: nn.utils.spectral_norm(layer.up),
+    ],
+    ids=["statistics", "power iterations"],
+)
+def test_buffers_that_a_region_gets_after_its_first_step_are_written_once(
+    change: Callable[[Any], Any], policy: str
+) -> None:
+    def use(model: nn.Module) -> list[Tensor]:
+        found = two_steps(model)
+        torch.manual_seed(2)
+        change(model.layers[1])  # type: ignore[index]
+        return [*found, *three_steps(model)]
+
+    both(lambda: net(Mlp(), Normed(), Mlp()), policy, use)
+
+
 @pytest.mark.parametrize("policy", ["recompute", {"model.layers.*": "recompute"}], ids=str)
 def test_kernels_of_attention_that_are_chosen_for_the_forward_only(policy: Any) -> None:
     ids = torch.randint(1, VOCABULARY, (ROWS, LENGTH))
@@ -955,6 +985,53 @@ def test_layers_that_are_recomputed_get_a_cache_with_gradients(policy: dict[str,
         warnings.filterwarnings("ignore", "a KV cache in training")
         found = gradients(model)
     assert all(torch.equal(f, w) if w is not None else f is None for f, w in zip(found, wanted, strict=True))
+
+
+def _state_space() -> nn.Module:
+    config = NemotronHConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        layers_block_type=["mamba", "attention", "moe"],
+        mamba_num_heads=4,
+        mamba_head_dim=8,
+        n_groups=2,
+        ssm_state_size=8,
+        chunk_size=8,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        intermediate_size=32,
+        moe_intermediate_size=16,
+        moe_shared_expert_intermediate_size=16,
+        n_routed_experts=4,
+        num_experts_per_tok=2,
+        use_mamba_kernels=False,
+    )
+    return NemotronHForCausalLM(config)
+
+
+def _bloom() -> nn.Module:
+    return BloomForCausalLM(BloomConfig(vocab_size=VOCABULARY, hidden_size=32, n_layer=2, n_head=4))
+
+
+@pytest.mark.parametrize(
+    ("make", "pattern"), [(_state_space, "model.layers.*.mixer"), (_bloom, "transformer.h.*")], ids=["mamba", "bloom"]
+)
+def test_modules_that_are_recomputed_get_a_cache_by_any_name(make: Callable[[], nn.Module], pattern: str) -> None:
+    torch.manual_seed(0)
+    model = make().train()
+    ids = batch(0)
+
+    def gradients() -> list[Tensor]:
+        torch.manual_seed(1)
+        loss = model(input_ids=ids, labels=ids, use_cache=True).loss
+        return list(
+            torch.autograd.grad(loss, [p for p in model.parameters() if p.requires_grad], materialize_grads=True)
+        )
+
+    wanted = gradients()
+    with forebay.manage(model, {pattern: "recompute"}, experts=None, loss=None):
+        assert all(map(torch.equal, gradients(), wanted))
 
 
 def test_labels_that_are_all_ignored_and_a_batch_of_one_token() -> None:

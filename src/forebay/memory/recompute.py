@@ -24,7 +24,9 @@ from forebay.memory.overrides import installed_on
 _KEPT_OPS: Mapping[str, frozenset[str]] = {"full": frozenset(), "save-dispatch": frozenset({"forebay::dispatch"})}
 _CONTAINERS = (list, dict, tuple, OrderedDict, defaultdict, deque)  # in which a caller may replace what it passed
 _Key = tuple[int, str]  # of a module among the region's, and a weight's or a buffer's name
-_Mode = tuple[bool, ...]  # training or evaluation, of each module
+_Mode = tuple[tuple[bool, ...], tuple[_Key, ...]]  # training or evaluation, of each module; and the buffers they have
+# The arguments in which modules of transformers are given a cache to write to.
+_CACHES = ("past_key_values", "cache_params", "layer_past")
 _AFTER_BACKWARD = "Change weights and buffers (optimizer.step(), a router's bias) after backward"
 
 
@@ -32,7 +34,7 @@ def recomputed(
     forward: Callable[..., Any], mode: str, modules: Callable[[], Sequence[nn.Module]], holder: nn.Module | None = None
 ) -> Callable[..., Any]:
     """`forward` under non-reentrant checkpointing with the RNG state restored, so the results are bitwise those of ``keep`` if it
-    is deterministic; a plain call if gradients are off, of a transformers layer that is given a KV cache, and of lazy modules
+    is deterministic; a plain call if gradients are off, of a transformers module that is given a cache, and of lazy modules
     that get their weights in it.
 
     A checkpoint saves neither weights nor buffers and does not see that its rerun reads others: `_RecomputedCall` checks that.
@@ -51,7 +53,8 @@ def recomputed(
 
     def run(*args: Any, **kwargs: Any) -> Any:
         # A rerun would append its keys and values to a KV cache (prefix tuning) once more.
-        if not torch.is_grad_enabled() or kwargs.get("past_key_values") is not None or region.makes_weights():
+        cached = any(kwargs.get(name) is not None for name in _CACHES)
+        if not torch.is_grad_enabled() or cached or region.makes_weights():
             return forward(*args, **kwargs)
         call = _RecomputedCall(region, args, kwargs)
         # Trap: as keywords of `checkpoint`, those that it has itself (debug, function) would not arrive.
@@ -141,7 +144,7 @@ class _RecomputedCall:
         devices -= {a.device for a in args if isinstance(a, Tensor)}
         self.on_devices = [torch.empty(0, device=d) for d in devices if d.type not in ("cpu", "meta")]
         self._buffers = {(i, n): b for i, m in enumerate(modules) for n, b in m._buffers.items() if b is not None}
-        self._mode = tuple(m.training for m in modules)
+        self._mode: _Mode = tuple(m.training for m in modules), tuple(self._buffers)
         # Before the first forward it is not known which ones are written: all are copied.
         known = region.written.get(self._mode)
         self._written_arguments = {

@@ -189,7 +189,7 @@ def test_the_gradient_of_gate_up_is_made_after_compiled_code(pieces: bool) -> No
     reads = (6,)
     backward: list[Any] = [
         op((6,), (8, 5)), Op(False, reads, ()), Mark.GATE_UP_GRAD, Op(False, reads, (NewStorage(9, 70, False, NONE),)),
-        Op(False, reads, ()), Freed(9), op((8,), (12, 10)),
+        Op(False, reads, ()), Freed(9), *[Mark.EXPERTS_END] * pieces, op((8,), (12, 10)),
     ]  # fmt: skip
     named = PartEvents(0, 5, 6, 12, {9: "gate_up"}, (), NONE)
     found = part_events(FORWARD, backward, named, True, pieces=pieces).backward

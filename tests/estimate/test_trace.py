@@ -326,8 +326,8 @@ def test_backward_peak_of_a_dense_sublayer_against_the_real_one() -> None:
 
 def test_compiled_eager_attention_needs_five_tensors_of_scores_where_experts_are_apart_and_where_they_are_not() -> None:
     """As in recorded histories of a compiled OLMoE on an H200, of 6656 and 7360 tokens: besides the saved scores the
-    probabilities that are made again, their gradient, its product with them in fp32, and the scores' gradient. One kernel computes
-    the product and makes the probabilities."""
+    probabilities that are made again, their gradient, its product with them in fp32, and the scores' gradient. One kernel
+    computes the product and makes the probabilities."""
     model = built("olmoe", "meta", attention="eager")
     together, apart = (
         trace_model(model, Shape(2048, BATCH, compiled=True, stages=stages)).layers[0].attention

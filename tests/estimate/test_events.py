@@ -117,7 +117,7 @@ def test_experts_between_pieces_save_what_they_read_as_it_is() -> None:
     ]
     backward: list[Any] = [begin, op((6, 1), (7, 70)), end, op((1, 7), (8, 5)), Freed(8), op((7,), (12, 10)), Freed(7)]
     named = PartEvents(0, 5, 6, 12, {8: "router"}, (0, 1), NONE)
-    found = part_events(forward, backward, named, compiled=True, pieces=True)
+    found = part_events(forward, backward, named, compiled=True)
     assert (1, 0) not in found.forward
     there = [event for event in found.backward if event[0] >= 0 and event[0] != 6]
     again = next(n for n, size in there if size == 10 and n != 12)
@@ -192,7 +192,7 @@ def test_the_gradient_of_gate_up_is_made_after_compiled_code(pieces: bool) -> No
         Op(False, reads, ()), Freed(9), *[Mark.EXPERTS_END] * pieces, op((8,), (12, 10)),
     ]  # fmt: skip
     named = PartEvents(0, 5, 6, 12, {9: "gate_up"}, (), NONE)
-    found = part_events(FORWARD, backward, named, True, pieces=pieces).backward
+    found = part_events(FORWARD, backward, named, True).backward
     assert [n for n, size in found if n >= 0 and size] == ([8, 9, 12] if pieces else [8, 12, 9])
     assert found.index((9, 0)) > found.index((9, 70))
 

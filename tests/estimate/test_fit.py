@@ -20,7 +20,6 @@ TINY = {
     "hidden_size": 64, "intermediate_size": 64, "moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2,
     "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 32, "vocab_size": 256, "num_hidden_layers": 2,
 }  # fmt: skip
-WAYS = [(False, False), (True, False), (False, True), (True, True)]
 DENSE = {key: value for key, value in TINY.items() if "moe" not in key and "experts" not in key}
 
 
@@ -46,7 +45,8 @@ def test_the_share_is_that_of_the_run_s_kind(
 
 
 def test_whole_scores_widen_the_share_of_compiled_graphs_alone() -> None:
-    shares = [planning_error(1, compiled, {"keep"}, captured, whole_scores=True) for compiled, captured in WAYS]
+    ways = [(False, False), (True, False), (False, True), (True, True)]
+    shares = [planning_error(1, compiled, {"keep"}, captured, whole_scores=True) for compiled, captured in ways]
     assert shares == [0.08, 0.10, 0.06, 0.10] and planning_error(2, True, {"keep"}, True, whole_scores=True) == 0.05
 
 

@@ -16,7 +16,7 @@ from forebay.estimate.types import AllocEvent, Freed, Log, Mark, NewStorage, Op,
 
 
 def part_events(
-    forward: Log, backward: Log, named: PartEvents, compiled: bool, no_grad: Log | None = None, pieces: bool = False
+    forward: Log, backward: Log, named: PartEvents, compiled: bool, no_grad: Log | None = None
 ) -> PartEvents:
     """The events of a part.
 
@@ -24,12 +24,11 @@ def part_events(
         named: its storages, which the logs do not name, without events. In a compiled sublayer, `saved` are the origins of what
             autograd saved.
         no_grad: log of its forward without a graph; not read if `compiled`.
-        pieces: the experts run between pieces of compiled code, not within.
     """
     if compiled:
         made = made_in(forward)
         kept = {n for n in named.saved if n in made}
-        if pieces and Mark.EXPERTS_END in backward:
+        if Mark.EXPERTS_END in backward:  # the experts run between pieces of compiled code, not within
             backward = _recomputed_apart(backward, made, kept)
         else:
             forward, backward = _ordered_forward(forward, named, kept), _ordered_backward(backward, named, made, kept)
@@ -253,18 +252,18 @@ def _recomputed_apart(backward: Log, made: dict[int, NewStorage], kept: set[int]
     The experts save what they read as it is (`OpRecorder.experts_inputs`), and free it. The compiled piece before them does not
     know that: its backward makes what it can recompute again, such as the norm's result, which `made` gets another number for.
     """
-    ends = [at for at, entry in enumerate(backward) if entry == Mark.EXPERTS_END]
+    end = max(at for at, entry in enumerate(backward) if entry == Mark.EXPERTS_END)
     shared = sorted(n for n in kept if made[n].recomputable)
-    if not ends or not shared:
+    if not shared:
         return backward
     last = max([*made, *made_in(backward)])
     again = {n: last + 1 + i for i, n in enumerate(shared)}
     made.update({m: made[n]._replace(number=m) for n, m in again.items()})
     rest = [
         entry._replace(reads=tuple(again.get(n, n) for n in entry.reads)) if isinstance(entry, Op) else entry
-        for entry in backward[ends[-1] :]
+        for entry in backward[end:]
     ]
-    return [*backward[: ends[-1]], *rest]
+    return [*backward[:end], *rest]
 
 
 def _ordered_forward(log: Log, named: PartEvents, kept: set[int]) -> Log:

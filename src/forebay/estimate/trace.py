@@ -493,7 +493,7 @@ class TraceRun:
         if self.shape.compiled and Mark.FINAL_NORM_BACKWARD in log:
             events = head_events(forward, log, named, *self._norm)
         else:
-            events = part_events(forward, log, named, part.compiled, part.no_grad, self.shape.stages)
+            events = part_events(forward, log, named, part.compiled, part.no_grad)
         events = replace(events, head_sum=_derived(part.head_sum, log))
         part.trace = replace(part.trace, backward_ops=ops, events=events)
 

@@ -225,12 +225,11 @@ def _forward_kernel(
     alpha = tl.cast(alpha, tl.float32)
     limit = tl.cast(limit, tl.float32)
     n_live = tl.load(n_live_ptr)
-    # R * 2I passes 2**31 for 1M rows of 1536: row offsets are 64-bit.
     # A row's tiles run one after the other: compressed rows, whose ends fall inside of sectors of 32 bytes, would otherwise reach
     # the memory in pieces of those.
     row_block = tl.program_id(0) // tl.cdiv(N_INNER, BLOCK_I)
     start = (tl.program_id(0) - row_block * tl.cdiv(N_INNER, BLOCK_I)) * BLOCK_I
-    first_row = row_block.to(tl.int64) * BLOCK_R
+    first_row = row_block.to(tl.int64) * BLOCK_R  # R * 2I passes 2**31 for 1M rows of 1536: row offsets are 64-bit
     if first_row >= n_live:  # sentinels: with the capacity of two ranks half of all rows
         return
     rows = first_row + tl.arange(0, BLOCK_R)

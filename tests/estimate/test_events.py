@@ -62,18 +62,18 @@ def test_a_compiled_part_materializes_what_its_gemms_read() -> None:
     found = part_events(FORWARD, BACKWARD, PartEvents(0, 5, 6, 12, (7, 11), frozenset([0, 2]), NONE), compiled=True)
     assert found.forward == ((1, 10), (2, 20), (1, 0), (4, 40), (5, 50), (4, 0))
     assert found.saves_x
-    # da = 8; the kernel that makes d again and 10, both from b, where 9 is fused; d's product; a, its gradient, x's last use, dx.
-    # Gradients of weights leave the graph when it is over.
+    # da = 8; the kernel that makes d again and 10, both from b, which is freed then, and computes 9; d's product; a again from x,
+    # its gradient, dx. Gradients of weights leave the graph when it is over.
     assert found.backward == (
-        (8, 40), (4, 40), (10, 20), (8, 0), (7, 5), (6, 0), (4, 0), (2, 0),
-        (1, 10), (11, 5), (1, 0), (0, 0), (12, 10), (10, 0), (7, 0), (11, 0),
+        (8, 40), (4, 40), (10, 20), (8, 0), (2, 0), (7, 5), (6, 0), (4, 0),
+        (1, 10), (0, 0), (11, 5), (1, 0), (12, 10), (10, 0), (7, 0), (11, 0),
     )  # fmt: skip
 
 
 def test_a_storage_that_two_gemms_read_is_recomputed_once() -> None:
     log: list[Any] = [op((6, 1), (7, 5)), op((6, 1), (8, 5))]
     found = part_events(FORWARD, log, PartEvents(0, 5, 6, -1, (7, 8), (0, 2), NONE), compiled=True)
-    assert found.backward == ((2, 0), (1, 10), (7, 5), (8, 5), (6, 0), (1, 0), (0, 0), (7, 0), (8, 0))
+    assert found.backward == ((2, 0), (1, 10), (0, 0), (7, 5), (8, 5), (6, 0), (1, 0), (7, 0), (8, 0))
 
 
 def test_marks_stay_around_transfers() -> None:
@@ -125,6 +125,24 @@ def test_experts_between_pieces_save_what_they_read_as_it_is() -> None:
     assert (1, 10) not in there and (again, 0) in there
 
 
+def test_the_piece_before_experts_has_an_order_of_its_own() -> None:
+    """Shared experts: both gradients, 8 and 9, come from one kernel, which their products wait for. The experts come first."""
+    begin, end = Mark.EXPERTS_BEGIN, Mark.EXPERTS_END
+    forward: list[Any] = [op((0,), (1, 20)), op((0,), (2, 20)), begin, op((0,), (5, 50)), end]
+    backward: list[Any] = [
+        begin, op((6, 0), (7, 70)), end,
+        op((6,), (10, 20)),
+        op((10, 1, 2), (8, 20), fused=True, of=frozenset([10])),
+        op((8,), (11, 5)), Freed(8),
+        op((10, 1), (9, 20), fused=True, of=frozenset([10])), Freed(10),
+        op((9,), (12, 10)), Freed(9),
+    ]  # fmt: skip
+    found = part_events(forward, backward, PartEvents(0, 5, 6, 12, {}, (0, 1, 2), NONE), compiled=True).backward
+    made = [n for n, size in found if n >= 0 and size]
+    assert made[:2] == [7, 10] and set(made[2:4]) == {8, 9}
+    assert min(found.index((1, 0)), found.index((2, 0))) > max(found.index((8, 20)), found.index((9, 20)))
+
+
 def test_a_saved_storage_lives_until_the_last_kernel_of_a_fused_run() -> None:
     """8 is materialized, because it is no pointwise operation's, but the kernel that makes 9 makes it too and reads a = 1."""
     forward = [op((0,), (1, 10)), op((1,), (2, 20), fused=True, of=frozenset([1])), op((2,), (3, 30))]
@@ -166,7 +184,7 @@ def test_a_product_of_a_recomputed_tensor_waits_for_the_kernel_that_makes_it() -
     ]  # fmt: skip
     found = part_events(forward, backward, PartEvents(0, 5, 6, 12, {7: "v"}, (0, 1), NONE), compiled=True).backward
     assert [e for e in found if e[0] >= 0] == [
-        (8, 20), (2, 20), (9, 20), (8, 0), (7, 5), (6, 0), (2, 0), (1, 0), (12, 10), (9, 0), (0, 0), (7, 0),
+        (8, 20), (2, 20), (9, 20), (8, 0), (1, 0), (7, 5), (6, 0), (2, 0), (12, 10), (9, 0), (0, 0), (7, 0),
     ]  # fmt: skip
 
 

@@ -50,6 +50,23 @@ def test_a_tensor_that_is_made_again_comes_from_the_kernel_that_reads_the_same_s
     assert order[:3] == [11, 10, 12]
 
 
+def test_kernels_that_read_the_same_tensors_are_one() -> None:
+    """SwiGLU: the activation (10), and the gradients of gate (12) and up (13), come from both and the activation's gradient
+    (11). An H200 makes all three in one kernel, and frees what it reads when that is over."""
+    log: Log = [
+        Op(True, (1, 2), made(10, 100, fused=True)),
+        Mark.MATMUL, Op(False, (3, 10), made(14, 5)),
+        Mark.MATMUL, Op(False, (3, 4), made(11, 100)),
+        Op(True, (1, 2, 11), made(12, 100, fused=True)),
+        Mark.MATMUL, Op(False, (12,), made(15, 10)),
+        Op(True, (1, 11), made(13, 100, fused=True)),
+        Mark.MATMUL, Op(False, (13,), made(16, 10)),
+    ]  # fmt: skip
+    found = least_peak_order(log, {10, 12, 13}, {14, 15, 16}, {1: 100, 2: 100, 3: 10, 4: 5})
+    together = next(e for e in found if isinstance(e, Op) and e.fused)
+    assert {m.number for m in together.made} == {10, 12, 13} and set(together.reads) == {1, 2, 11}
+
+
 @pytest.mark.parametrize("seed", range(40))
 def test_every_result_comes_after_what_it_reads_and_the_peak_is_not_higher(seed: int) -> None:
     chance = random.Random(seed)

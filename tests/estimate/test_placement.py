@@ -32,10 +32,11 @@ from forebay.estimate.placement import (
 from forebay.estimate.plan import fit_run
 from forebay.estimate.rank_run import StepLevel
 from forebay.estimate.trace_cache import TraceCache
-from forebay.estimate.types import LayerTrace, ModelTrace, OpCost, PartEvents, PartTrace, StageLayers
+from forebay.estimate.types import LayerTrace, ModelTrace, OpCost, PartEvents, PartTrace, SharedTables, StageLayers
 from forebay.pipeline.partition import StageLayer
 
 FAST = 1e30  # a link that carries everything at once
+TABLES = SharedTables(((0, 5),), (0,))
 EVERY = frozenset({"recompute", "offload", "stash"})
 
 
@@ -79,9 +80,9 @@ def part(chance: random.Random, moe: bool) -> PartTrace:
 def test_one_sublayer_of_a_stage_counts_what_layers_share(layers: list[StageLayer], reader: str) -> None:
     """The first attention; a stage without attention makes masks and tables too."""
     part = traced(2, 0, 1, 2)
-    trace = ModelTrace(part, (LayerTrace(part, part, True),) * 5, part, shared=5, balance=3)
+    trace = ModelTrace(part, (LayerTrace(part, part, True),) * 5, part, TABLES, balance=3)
     parts = placed_parts(trace, StageLayers(tuple(layers), False, False), {}, prefix="m", recompute="light")
-    more = {part.path: part.balance + part.shared for part in parts}
+    more = {part.path: part.balance + part.tables.saved_bytes for part in parts}
     expected = {f"m.{layer.number}.{name}": 3 * (name == "mlp") for layer in layers for name in layer.sublayers}
     assert more == {**expected, reader: expected[reader] + 5}
 
@@ -97,7 +98,7 @@ class Case:
             embedding=traced(2, 0, 1, 2),
             layers=tuple(LayerTrace(part(chance, False), part(chance, True), True) for _ in range(layers)),
             head=traced(30, 8, 50, 100),
-            shared=5,
+            tables=TABLES,
             balance=3,
         )
         numbers = tuple(map(StageLayer, range(layers)))

@@ -18,7 +18,7 @@ from forebay.estimate.planned_dispatch import PlannedDispatcher
 from forebay.estimate.routing import EvenRouting
 from forebay.estimate.state import weight_shapes
 from forebay.estimate.trace import trace_model
-from forebay.estimate.types import GPU_BLOCK, Freed, ModelTrace, Op, PartTrace, Shape, StageLayers
+from forebay.estimate.types import GPU_BLOCK, Freed, Mark, ModelTrace, Op, PartTrace, Shape, StageLayers
 from forebay.managed import manage
 from forebay.models.families import decoder_layers
 from forebay.moe.dispatch import aligned
@@ -96,7 +96,7 @@ def peaks(part: PartTrace, hidden: int) -> tuple[int, int]:
 def assert_saves(trace: ModelTrace, real: dict[str, int]) -> None:
     """The bytes that each sublayer of the traced model saves are the `real` ones by path."""
     for number, layer in enumerate(trace.layers):
-        shared = trace.shared if number == 0 else 0
+        shared = trace.tables.saved_bytes if number == 0 else 0
         assert layer.attention.saved + shared == real[f"model.layers.{number}.self_attn"]
         assert layer.mlp.saved == real[f"model.layers.{number}.mlp"]
     # The batch itself is among what the embedding and the loss save; the loss's targets are not held for backward.
@@ -121,7 +121,7 @@ def test_saved_bytes_and_parameters_are_those_of_a_real_model(family: str, dtype
         for number, layer in reversed(list(enumerate(trace.layers)))
         for name, part in layer.sublayers
     }
-    assert sum(more.values()) == trace.shared and min(more.values()) == 0
+    assert sum(more.values()) == trace.tables.saved_bytes and min(more.values()) == 0
     # The batch itself is among what the embedding and the loss save; the loss's targets are not held for backward.
     assert real == {"": trace.embedding.saved + trace.head.saved}
 
@@ -153,12 +153,29 @@ def test_code_that_needs_a_device_is_named(monkeypatch: pytest.MonkeyPatch) -> N
 def test_masks_of_eager_attention_are_given_to_layers_though_none_saves_them() -> None:
     """GPT-OSS makes one of each kind, of 2 bytes a pair of tokens; a model of one layer reads one of them."""
     mask = 2 * BATCH * SEQUENCE**2
-    both = traced("gpt_oss", attention="eager")
-    assert both.given.count(mask) == 2 and sum(both.given) < 3 * mask and both.unused < mask
-    model = build_tiny_meta(num_hidden_layers=1)
-    one = trace_model(model, Shape(SEQUENCE, BATCH, block=1, gpu=False))
-    assert one.given.count(mask) == 1 and mask <= one.unused < 2 * mask
-    assert traced("qwen3_moe").unused == 0
+
+    def masks(trace: ModelTrace) -> tuple[int, int]:
+        """How many layers get, and how many are held for none."""
+        tables = trace.tables
+        held = {number: size for number, size in tables.events if size >= mask}
+        for number in (n for n, size in tables.events if not size):
+            held.pop(number, None)
+        return len(held.keys() & set(tables.given)), len(held.keys() - set(tables.given))
+
+    one = trace_model(build_tiny_meta(num_hidden_layers=1), Shape(SEQUENCE, BATCH, block=1, gpu=False))
+    assert masks(traced("gpt_oss", attention="eager")) == (2, 0)
+    assert masks(one) == (1, 1)
+    assert masks(traced("qwen3_moe")) == (0, 0)
+
+
+def test_tables_are_made_in_the_order_of_a_run() -> None:
+    """Each mask of eager attention comes from one of a byte a pair of positions, which is freed; the product of the rotary tables
+    comes after the masks."""
+    events = traced("gpt_oss", attention="eager").tables.events
+    pairs = SEQUENCE**2
+    masks = [at for at, (_, size) in enumerate(events) if size == 2 * BATCH * pairs]
+    of_bytes = [at for at, (n, size) in enumerate(events) if size == pairs and (n, 0) in events[at:]]
+    assert len(masks) == 2 and of_bytes[0] < masks[0] and masks[-1] < events.index((-1, Mark.MATMUL))
 
 
 def test_the_gradients_of_all_routers_logits_are_left_by_their_loss() -> None:
@@ -184,7 +201,8 @@ def test_checkpoints_hold_the_masks_that_their_attention_gets() -> None:
     mask = 2 * BATCH * SEQUENCE**2
     stage = StageLayers(tuple(StageLayer(n) for n in range(3)), embedding=True, head=True)
     parts = placed_parts(trace, stage, {f"l.{n}.self_attn": "recompute" for n in (1, 2)}, prefix="l", recompute="full")
-    held = {part.path: [trace.given[place] for place in part.held] for part in parts if part.held}
+    sizes = {number: size for number, size in trace.tables.events if size}
+    held = {part.path: [sizes[trace.tables.given[place]] for place in part.held] for part in parts if part.held}
     assert list(held) == ["l.1.self_attn", "l.2.self_attn"]
     assert [sizes.count(mask) for sizes in held.values()] == [1, 1]
 
@@ -221,11 +239,11 @@ def test_saved_bytes_of_attention_with_sinks_on_a_gpu() -> None:
 def test_compiled_sublayers_save_what_is_planned(family: str, no_codegen: None) -> None:
     """torch's partitioner saves the plan's bytes. Uncompiled sublayers save far more."""
     trace, real = traced(family, compiled=True), really(family, torch.bfloat16, "sdpa", compile=True)
-    eager = traced(family)
+    eager, shared = traced(family), trace.tables.saved_bytes
     assert trace.embedding.saved + trace.head.saved == real[""]
     for number, layer in enumerate(trace.layers):
         for name, part in (("self_attn", layer.attention), ("mlp", layer.mlp)):
-            found = real[f"model.layers.{number}.{name}"] - (trace.shared if (number, name) == (0, "self_attn") else 0)
+            found = real[f"model.layers.{number}.{name}"] - shared * ((number, name) == (0, "self_attn"))
             assert found == part.saved, (number, name)
         before = eager.layers[number]
         assert layer.attention.saved + layer.mlp.saved < 0.8 * (before.attention.saved + before.mlp.saved)

@@ -30,6 +30,8 @@ def part_events(
         kept = {n for n in named.saved if n in made}
         if Mark.EXPERTS_END in backward:  # the experts run between pieces of compiled code, not within
             backward = _recomputed_apart(backward, made, kept)
+            end = _end_of_experts(backward)
+            backward = [*backward[:end], *_ordered_backward(backward[end:], named, made, kept)]
         else:
             forward, backward = _ordered_forward(forward, named, kept), _ordered_backward(backward, named, made, kept)
         f, b = _compiled_forward(forward, named, kept), _compiled_backward(backward, named, made, kept)
@@ -120,6 +122,13 @@ def head_events(forward: Log, backward: Log, named: PartEvents, normed: int, nor
     return _finished(f, b, [], [], replace(named, saved=tuple(saved)))
 
 
+def table_events(log: Log, held: Mapping[int, int]) -> tuple[AllocEvent, ...]:
+    """The events of what a model makes before its layers. `held`: bytes of what those get, by number; the log may not make it."""
+    events = _first_matmul_only(_in_order(log))
+    made = {number for number, size in events if size}
+    return *events, *((number, size) for number, size in held.items() if number not in made)
+
+
 def _second_run(log: Log, named: PartEvents) -> list[AllocEvent]:
     """The part of a forward that a checkpoint runs again. It ends with the last operation that makes a saved tensor, as torch's
     `early_stop` does."""
@@ -197,10 +206,10 @@ def _compiled_forward(log: Log, named: PartEvents, kept: set[int]) -> list[Alloc
 def _compiled_backward(log: Log, named: PartEvents, made: dict[int, NewStorage], kept: set[int]) -> list[AllocEvent]:
     materialized = _read_unfused(log) | {named.dx, *named.weight_grads}
     needed = _last_compiled_reads(log, materialized)
-    released = _releases(needed, named, made, kept)
+    there = made_in(log)
+    released = _releases(needed, named, {n: storage for n, storage in made.items() if n not in there}, kept)
     # A weight's gradient is freed where it has been added to the parameter's, which the log says, as of workspaces.
     last = {n: at for n, at in needed.items() if n not in named.weight_grads}
-    there = made_in(log)
     waiting = {n: origins for n, origins in _recomputed(log, made, kept).items() if n not in there}
 
     def makes(op: Op) -> dict[int, int]:
@@ -252,7 +261,7 @@ def _recomputed_apart(backward: Log, made: dict[int, NewStorage], kept: set[int]
     The experts save what they read as it is (`OpRecorder.experts_inputs`), and free it. The compiled piece before them does not
     know that: its backward makes what it can recompute again, such as the norm's result, which `made` gets another number for.
     """
-    end = max(at for at, entry in enumerate(backward) if entry == Mark.EXPERTS_END)
+    end = _end_of_experts(backward)
     shared = sorted(n for n in kept if made[n].recomputable)
     if not shared:
         return backward
@@ -264,6 +273,11 @@ def _recomputed_apart(backward: Log, made: dict[int, NewStorage], kept: set[int]
         for entry in backward[end:]
     ]
     return [*backward[:end], *rest]
+
+
+def _end_of_experts(log: Log) -> int:
+    ends = Mark.EXPERTS_END, Mark.ALL_TO_ALL_END
+    return 1 + max(at for at, entry in enumerate(log) if isinstance(entry, Mark) and entry in ends)
 
 
 def _ordered_forward(log: Log, named: PartEvents, kept: set[int]) -> Log:
@@ -324,7 +338,11 @@ def _releases(
     last: dict[int, int], named: PartEvents, made: dict[int, NewStorage], kept: set[int]
 ) -> dict[int, list[int]]:
     """Saved storages by the position in the log of the last operation that reads them or anything recomputed from them; -1 for
-    none."""
+    none.
+
+    Args:
+        made: storages of the forward that the log does not make again.
+    """
     end = dict.fromkeys((*kept, named.x), -1)
     for n, at in last.items():
         for source in (n, *(made[n].origins if n in made else ())):

@@ -203,14 +203,14 @@ def _fused(kernels: list[_Kernel], sizes: Mapping[int, int]) -> list[_Kernel]:
     comes from the kernel that computes gradients from the same saved tensors."""
     found = list(kernels)
     for kernel in kernels:
-        if kernel.sources or not _is_fused(kernel):
+        if not _is_fused(kernel):
             continue
         touches = kernel.reads | kernel.makes.keys()
         later = {after for reader in kernel.readers for after in _after(reader)}
         pairs = [
             (sum(sizes.get(n, 0) for n in touches & other.reads), -other.index, other)
             for other in found
-            if other is not kernel and _is_fused(other) and other not in later
+            if other is not kernel and _is_fused(other) and other not in later and kernel not in _after(other)
         ]
         shared, _, other = max(pairs, key=lambda pair: pair[:2], default=(0, 0, kernel))
         if not shared:
@@ -284,7 +284,13 @@ def _entries(order: Sequence[_Kernel], inlined: Mapping[int, Op]) -> Iterator[Op
                 yield inlined[n]
 
     for kernel in order:
-        for entry in kernel.entries:
-            if isinstance(entry, Op):
-                yield from before(entry)
-            yield entry
+        ops = [entry for entry in kernel.entries if isinstance(entry, Op)]
+        for op in ops:
+            yield from before(op)
+        if _is_fused(kernel) and len(ops) > 1:  # makes all of its results before it is done with what it reads
+            made = tuple(storage for op in ops for storage in op.made)
+            own = {storage.number for storage in made}
+            yield Op(True, tuple(dict.fromkeys(n for op in ops for n in op.reads if n not in own)), made)
+            yield from (entry for entry in kernel.entries if not isinstance(entry, Op))
+        else:
+            yield from kernel.entries

@@ -43,7 +43,7 @@ class PartRun:
     x: Block | None = None
     offloaded: dict[int, int] = field(default_factory=dict)
     balance: Block | None = None
-    shared: Block | None = None
+    shared: Sequence[Block] = ()
     held: Sequence[Block] = ()
     pages: Block | None = None
     calls: tuple[list[tuple[int, int]], ...] = ()

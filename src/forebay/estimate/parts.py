@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
-from forebay.estimate.types import AllocEvent, Mark, ModelTrace, PartEvents, PartTrace, StageLayers
+from forebay.estimate.types import AllocEvent, Mark, ModelTrace, PartEvents, PartTrace, SharedTables, StageLayers
 
 _EXPERT_MATRICES = ("experts.gate_up_proj", "experts.down_proj")
 
@@ -27,10 +27,8 @@ class Part:
         place: a layer's number, "embedding" or "head".
         events: those of light recomputation if `light`; then `placement` is "keep".
         balance: bytes that the load-balancing loss holds until its backward.
-        shared: bytes that all layers of the stage read and this one, their first, holds until its backward: masks, rotary tables.
-        given, unused: bytes of each tensor that they read besides and nothing saves, as masks of eager attention; and of masks
-            for no layer.
-        held: indices into the first part's `given`: what this part's checkpoint holds until its backward. A mask is listed at the
+        tables: what all layers of the stage share, if this is the first one's: it holds until its backward what they save.
+        held: places in `SharedTables.given`: what this part's checkpoint holds until its backward. A mask is listed at the
             first part that holds it.
         alone: the first sublayer of a layer whose second one another stage has: a computation of its own.
         with_previous: under "recompute", one checkpoint has the part before it and this one: only the former's input is kept.
@@ -45,9 +43,7 @@ class Part:
     light: bool = False
     trace: PartTrace = field(default_factory=lambda: PartTrace(0, 0))
     balance: int = 0
-    shared: int = 0
-    given: tuple[int, ...] = ()
-    unused: int = 0
+    tables: SharedTables = field(default_factory=SharedTables)
     held: tuple[int, ...] = ()
     alone: bool = False
     with_previous: bool = False
@@ -108,9 +104,7 @@ def placed_parts(
                 attention=not mlp,
                 mlp=mlp,
                 balance=trace.balance if mlp and layer.is_moe else 0,
-                shared=trace.shared if first else 0,
-                given=trace.given if first else (),
-                unused=trace.unused if first else 0,
+                tables=trace.tables if first else SharedTables(),
                 held=held,
                 alone=not here.mlp,
                 with_previous=recompute == WHOLE_LAYER and placement == "recompute" and mlp,

@@ -126,7 +126,7 @@ def option(part: Part, placement: str, recompute: str, machine: Machine, carried
             capacity, arrived = trace.stash
             held = saved - capacity + arrived
     added = 0.0 if placement == "keep" else machine.added(trace, placement)
-    held += part.balance + part.shared
+    held += part.balance + part.tables.saved_bytes
     return Option(part.path, placement, saved, held, saved - held, added, moved, part.mlp)
 
 

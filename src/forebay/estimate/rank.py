@@ -239,7 +239,7 @@ class RunEstimator:
         """The link with which the walk's manager plans. On a CPU a copy takes no time."""
         m, gpu = self.machine, self.sharing.gpu
         everything = self.config.memory.offload == "all"
-        share = _BUSY if everything and self.captured and not m.end_rates else 1.0
+        share = _BUSY if self.captured and not m.end_rates else 1.0
         ends = m.end_rates or (None, None)
         rates = (share * m.out_rate, share * m.back_rate, *ends, m.copy_rate) if gpu else (inf, inf)
         return Link(rates, self._seconds, everything)

@@ -26,7 +26,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import masking_utils
 
 from forebay.errors import first_line
-from forebay.estimate.events import cut_nearest, head_events, part_events
+from forebay.estimate.events import cut_nearest, head_events, part_events, table_events
 from forebay.estimate.fake_model import GpuFunctions, fuse_sinks, make_fake
 from forebay.estimate.op_costs import address
 from forebay.estimate.op_recorder import OpRecorder
@@ -35,7 +35,6 @@ from forebay.estimate.routing import EvenRouting
 from forebay.estimate.state import weight_name
 from forebay.estimate.types import (
     PAGE,
-    Freed,
     LayerTrace,
     Log,
     Mark,
@@ -44,6 +43,7 @@ from forebay.estimate.types import (
     PartEvents,
     PartTrace,
     Shape,
+    SharedTables,
     made_in,
 )
 from forebay.memory.overrides import ModuleCallSite
@@ -103,10 +103,8 @@ def trace_model(model: Any, shape: Shape, like: ModelTrace | None = None) -> Mod
         run.parts["embedding"],
         tuple(by_kind[kind] for kind in kinds),
         run.parts["head"],
-        found.shared,
+        found.tables,
         found.balance,
-        found.given,
-        found.unused,
         run.parts.get("balance") if like is None else like.router_loss,
     )
 
@@ -215,7 +213,7 @@ class TraceRun:
 
     Attributes:
         parts: by module path, "embedding", "head" or "balance"; none of `forward_only`.
-        shared, balance, given, unused: see `ModelTrace`.
+        tables, balance: see `ModelTrace`.
     """
 
     def __init__(
@@ -225,11 +223,11 @@ class TraceRun:
         self.base = model.get_submodule(model.base_model_prefix)
         self._forward_only, self._routers = forward_only, routers
         self.parts: dict[str, PartTrace] = dict(known)
-        self.balance = self.shared = self.unused = 0
+        self.balance = 0
+        self._shared: dict[int, int] = {}  # bytes of what the first layer saves for all of them, by number
+        self._before_layers: Log = []
         self._given: dict[int, int] = {}  # bytes of what layers get, by number, which none has saved yet
         self._arguments: dict[str, list[int]] = {}  # numbers of what a sublayer gets besides its input, by path
-        # By the base model for eager attention, tables included; of them to layers.
-        self._masks_made = self._bytes_given = 0
         self._recorder = OpRecorder(shape.block, shape.deferred_weight_grads, shape.compiled, shape.stages)
         self._open: dict[str, _TracedPart] = {}
         # Storages that do not count as saved, by address, which no other has while the reference is kept: parameters, buffers,
@@ -283,7 +281,6 @@ class TraceRun:
             self._last, self._embedded = x, len(self._recorder.log)
             with _masks_by_sizes():
                 self.base(inputs_embeds=x, use_cache=False)  # its last norm runs again as a part of the head
-            self.unused = max(0, self._masks_made - self._bytes_given)
             if "head" in self.parts:
                 return
             self._part("head", self._last, partial(self._head, labels=labels))
@@ -343,14 +340,11 @@ class TraceRun:
                 return (self._last, None, None) if mlp else self._last
             if "attention_mask" in keywords and self.shape.flex:
                 keywords["attention_mask"] = None
-            if keywords.get("attention_mask") is not None and self.model.config._attn_implementation == "eager":
-                self._masks_made = self._masks_made or _live_bytes(self._recorder.log[self._embedded :])
+            self._before_layers = self._before_layers or self._recorder.log[self._embedded :]
             shared = [leaf for leaf in tree_leaves(keywords) if isinstance(leaf, Tensor)]
             for tensor in shared:
                 if self._share(tensor):
-                    size = self._recorder.size(tensor)
-                    self._given[self._recorder.number(tensor)] = size
-                    self._bytes_given += size
+                    self._given[self._recorder.number(tensor)] = self._recorder.size(tensor)
             self._arguments[site.path] = [self._recorder.number(tensor) for tensor in shared]
 
             def run(x: Tensor) -> Tensor:
@@ -411,22 +405,22 @@ class TraceRun:
             size = min(size, sum(sizes.values()))
         inputs = 0 if leaf is None else recorder.size(leaf)
         if path in self._sublayers:
-            shared = self._shared_bytes(sizes, recorder.log[log], leaf)
-            self.shared += shared
-            size = max(0, size - shared)
+            shared = self._saved_for_all(sizes, recorder.log[log], leaf)
+            self._shared |= shared
+            size = max(0, size - sum(shared.values()))
         trace = PartTrace(size, inputs, forward_ops=recorder.tally.take([output]))
         self._open[path] = _TracedPart(
             trace, output, leaf, log, kept, compiled, no_grad, recorder.experts, recorder.head_sum
         )
         return output.detach()
 
-    def _shared_bytes(self, saved: Mapping[int, int], log: Log, x: Tensor | None) -> int:
-        """Bytes of the saved storages that this part neither makes nor gets as its input: all layers share these."""
+    def _saved_for_all(self, saved: Mapping[int, int], log: Log, x: Tensor | None) -> dict[int, int]:
+        """The saved storages that this part neither makes nor gets as its input: all layers share these."""
         own = {-1, *made_in(log)} | ({self._recorder.number(x)} if x is not None else set())
         shared = {number: size for number, size in saved.items() if number not in own}
         for number in shared:
             self._given.pop(number, None)
-        return sum(shared.values())
+        return shared
 
     def _restart(self) -> None:
         self._recorder.experts, self._recorder.head_sum = (-1, -1), -1
@@ -451,8 +445,11 @@ class TraceRun:
         return tensor.detach()
 
     @property
-    def given(self) -> tuple[int, ...]:
-        return tuple(self._given.values())
+    def tables(self) -> SharedTables:
+        held = self._shared | self._given
+        # Of the masks of flex attention, which a GPU makes in compiled code, only what layers get is there.
+        log = [] if self.shape.flex else self._before_layers
+        return SharedTables(table_events(log, held), tuple(self._shared), tuple(self._given))
 
     def _share(self, tensor: Tensor) -> bool:
         """An argument of all layers is one input to all of them. Whether it is new."""
@@ -568,12 +565,6 @@ class TraceRun:
             shift_labels=labels,
             num_items_in_batch=labels.numel(),
         )
-
-
-def _live_bytes(log: Log) -> int:
-    """Bytes of what a log makes and does not free."""
-    freed = {entry.number for entry in log if isinstance(entry, Freed)}
-    return sum(storage.size for n, storage in made_in(log).items() if n not in freed)
 
 
 def _derived(number: int, log: Log) -> frozenset[int]:

@@ -199,7 +199,7 @@ class PartTrace:
             expert parallelism.
         deferred: bytes of each tensor that deferred weight gradients of the experts keep (`forebay.moe.wgrad`).
         token_rows: bytes of the gathered rows that one of the experts' weight gradients needs while it is made.
-        given: places in `ModelTrace.given` of what it gets as an argument.
+        given: places in `SharedTables.given` of what it gets as an argument.
     """
 
     saved: int
@@ -250,24 +250,39 @@ class LayerTrace:
 
 
 @dataclass(frozen=True)
+class SharedTables:
+    """What a model makes before its layers for all of them, such as masks and rotary tables.
+
+    Attributes:
+        events: in the order of a real run; what they do not free is held until all layers have run.
+        saved: numbers of what the first layer of a stage saves for all of them.
+        given: numbers of what layers get and none saves, such as masks of eager attention.
+    """
+
+    events: tuple[AllocEvent, ...] = ()
+    saved: tuple[int, ...] = ()
+    given: tuple[int, ...] = ()
+
+    @property
+    def saved_bytes(self) -> int:
+        return sum(size for number, size in self.events if number in self.saved)
+
+
+@dataclass(frozen=True)
 class ModelTrace:
     """The traces of a model's parts; layers of the same kind are the same object.
 
     Attributes:
-        shared: bytes that the first layer of a stage saves for all of them, such as rotary tables.
+        tables: what its layers share.
         balance: bytes that the load-balancing loss saves for each MoE layer.
-        given: bytes of each tensor that layers share and none saves, such as masks of eager attention.
-        unused: bytes of masks that the base model makes for no layer of it, such as GPT-OSS's of full attention with one layer.
         router_loss: the load-balancing loss of all layers; None without a weight.
     """
 
     embedding: PartTrace
     layers: tuple[LayerTrace, ...]
     head: PartTrace
-    shared: int
+    tables: SharedTables
     balance: int
-    given: tuple[int, ...] = ()
-    unused: int = 0
     router_loss: PartTrace | None = None
 
     def with_mlps(self, mlps: Sequence[PartTrace], numbers: Container[int]) -> ModelTrace:

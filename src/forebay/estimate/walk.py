@@ -60,7 +60,7 @@ class AllocatorRun:
         manager: of offloading; its plan.
         stream: on which the step computes.
         arena: of pages; None before the first step.
-        tables: masks and rotary tables of an engine.
+        has_tables: whether an engine has made what its layers share.
         levels, peak: the highest levels of this step, and of all.
     """
 
@@ -78,7 +78,7 @@ class AllocatorRun:
         )  # fmt: skip
         self._workspaces: list[Block] = []
         self.arena: Block | None = None
-        self.tables: Block | None = None
+        self.has_tables = False
         self.manager = OffloadManager(self.allocator, self.stream, run)
         self.peak = StepLevel("", "", (0,) * len(ROLES))
         self.levels: list[StepLevel] = []
@@ -308,15 +308,7 @@ class StepWalk:
         return output
 
     def _begin_part(self, part: Part, x: Block | None) -> PartRun:
-        # An engine's model makes what its layers share once, from hidden states of its own (`forebay.pipeline.model`).
-        makes_tables = self._makes_tables(part)
-        alone = [self._malloc(size) for size in (self._run.hidden, part.unused) if size and makes_tables]
-        if makes_tables or (not self._run.engine and part.path != "embedding"):
-            self._memory.workspace(0)  # rotary tables, which come before the layers, are matrix products
-        shared = self._shared(part)
-        if alone:
-            self._run_last_norm()
-            self._allocator.free_all(alone)
+        shared = self._make_tables(part)
         self._running["forward"] = part.path
         self._params.enter(part.place, part.mlp, False)
         run = PartRun(part, x=x, shared=shared)
@@ -326,18 +318,29 @@ class StepWalk:
         self._manager.begin_forward(run)
         return run
 
-    def _shared(self, part: Part) -> Block | None:
-        """Masks and tables that layers share; None if this forward makes none. An engine keeps those of its first one.
-        Otherwise the base model's frame holds those that are not saved."""
-        if self._makes_tables(part):
-            for size in part.given:
-                self._malloc(size, ACTIVATIONS)
-            self._memory.tables = self._malloc(part.shared, ACTIVATIONS)
-        if not part.shared or self._run.engine:
-            return None
-        self._given = [self._malloc(size) for size in part.given]
-        self._model_inputs += [*([self._malloc(part.unused)] if part.unused else []), *self._given]
-        return self._malloc(part.shared, ACTIVATIONS)
+    def _make_tables(self, part: Part) -> list[Block]:
+        """Make what this forward's layers share; returns what they save. The base model's frame holds the rest.
+
+        An engine keeps what its first forward made, from hidden states of its own (`forebay.pipeline.model`).
+        """
+        engine, tables = self._run.engine, part.tables
+        if not tables.events or (engine and self._memory.has_tables):
+            return []
+        frame = [self._malloc(self._run.hidden)] if engine else []
+        run = PartRun(part)
+        _drain(self._play(run, tables.events, "F"))
+        saved, given = ([run.blocks.pop(number) for number in numbers] for numbers in (tables.saved, tables.given))
+        frame += run.blocks.values()
+        for block in (*saved, *(given if engine else ())):
+            self._allocator.set_role(block, ACTIVATIONS)
+        if not engine:
+            self._given = given
+            self._model_inputs += [*frame, *given]
+            return saved
+        self._memory.has_tables = True
+        self._run_last_norm()
+        self._allocator.free_all(frame)
+        return []
 
     def _run_last_norm(self) -> None:
         """The base model's norm, of hidden states that nothing reads."""
@@ -347,9 +350,6 @@ class StepWalk:
             run = PartRun(head)
             _drain(self._play(run, events[: events.index((-1, Mark.FINAL_NORM_END))], "F"))
             self._allocator.free_all(run.blocks.values())
-
-    def _makes_tables(self, part: Part) -> bool:
-        return part.shared > 0 and self._run.engine and self._memory.tables is None
 
     def _hand_on(self, stage: int, microbatch: int, x: Block) -> None:
         """The output of a stage's forward: the next stage's input, or the loss and its gradient."""
@@ -438,7 +438,7 @@ class StepWalk:
             blocks[events.x] = run.x
         yield from self._play(run, part.without_expert_grads if elsewhere else events.backward, "B")
         dx = self._take_dx(run)
-        self._allocator.free_all(block for block in (run.balance, run.shared, *run.held) if block is not None)
+        self._allocator.free_all(block for block in (run.balance, *run.shared, *run.held) if block is not None)
         return dx
 
     def _take_dx(self, run: PartRun) -> Block | None:

@@ -222,6 +222,23 @@ def test_a_second_derivative_is_refused_by_name(model, tokens):
         assert weights[0].grad is not None
 
 
+def test_a_batch_of_gradients_is_refused_by_name_or_right(model, tokens):
+    weight = model.model.layers[0].self_attn.q_proj.weight
+
+    def gradients():
+        logits = model(tokens).logits[0, -1, :2]
+        batched = torch.autograd.grad(logits, weight, torch.eye(2), is_grads_batched=True, retain_graph=True)[0]
+        mapped = torch.func.vmap(lambda g: torch.autograd.grad(logits, weight, g, retain_graph=True)[0])
+        return torch.stack([batched, mapped(torch.eye(2))])
+
+    model.set_attn_implementation("eager")
+    expected = gradients()
+    with forebay.manage(model, "keep"), pytest.raises(RuntimeError, match=r"is_grads_batched=True .*experts=None"):
+        gradients()
+    with forebay.manage(model, "recompute", loss=None, experts=None):
+        assert torch.equal(gradients(), expected)
+
+
 def test_torch_func_runs_the_models_own_experts_and_loss_or_is_refused(model, tokens):
     parameters = {name: p.detach() for name, p in model.named_parameters()}
 

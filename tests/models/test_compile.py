@@ -250,6 +250,45 @@ def test_transformers_capture_and_router_hooks_get_the_outputs(tokens, no_codege
     assert torch.equal(seen[0][2][2].sort().values, seen[1][2][2].sort().values)
 
 
+@pytest.mark.parametrize("path", ["self_attn.v_proj", "mlp.experts"])
+@pytest.mark.parametrize("late", [False, True], ids=["of one layer", "after a step"])
+def test_hooks_inside_run_in_the_layer_that_has_them(path, late, tokens, no_codegen):
+    """Layers share a graph, and a graph is used again."""
+
+    def run(compiled):
+        model = build_tiny("qwen3_moe", mlp_only_layers=[])
+        if compiled:
+            _compiled(model)
+        first = loss_and_gradients(model, tokens) if late else []
+        module = model.model.layers[1].get_submodule(path)
+        module.register_forward_hook(lambda module, args, output: output * torch.arange(1.0, 1 + output.shape[-1]))
+        module.register_forward_hook(lambda module, args, output: seen.append(output.shape))
+        return [*first, *loss_and_gradients(model, tokens)]
+
+    seen = []
+    assert _close(run(True), run(False))
+    assert len(seen) == 2 and seen[0] == seen[1]
+
+
+@pytest.mark.parametrize(
+    ("path", "hook"),
+    [
+        ("self_attn", "hook"),
+        ("self_attn.q_proj", "pre_hook"),
+        ("mlp", "hook"),
+        ("mlp.gate", "pre_hook"),
+        ("mlp.experts", "hook"),
+    ],
+)
+def test_backward_hooks_inside_are_refused(path, hook, tokens, no_codegen):
+    model = build_tiny("qwen3_moe", **ONE_LAYER)
+    _compiled(model)
+    model(tokens)
+    getattr(model.model.layers[0].get_submodule(path), f"register_full_backward_{hook}")(lambda *_: None)
+    with pytest.raises(RuntimeError, match=r"without compile|compile=False"):
+        model(tokens)
+
+
 @pytest.mark.parametrize("kind", ["router_pre", "router_returns", "attention"])
 def test_hooks_that_would_be_left_out_are_refused(kind, tokens, no_codegen):
     model = build_tiny("qwen3_moe", **ONE_LAYER)

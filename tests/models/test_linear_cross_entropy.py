@@ -94,6 +94,29 @@ def test_backward_runs_more_than_once_but_not_twice_differentiated() -> None:
         torch.testing.assert_close(a * 3, b)
 
 
+class _Sink(torch.autograd.Function):
+    """As DDP with ``find_unused_parameters`` has one around all outputs of a model."""
+
+    @staticmethod
+    def forward(ctx: Any, *outputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        return tuple(output.clone() for output in outputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return grads
+
+
+def test_a_loss_that_is_not_trained_on_has_no_gradients() -> None:
+    """Not zeros, which weight decay goes with, and which are NaN where the loss is."""
+    hidden, weight, bias, targets = make()
+    for loss in (linear_cross_entropy(hidden, weight, targets, bias=bias), reference(hidden, weight, targets, bias)):
+        _, other = _Sink.apply(loss, hidden * 2)
+        other.sum().backward()
+        assert weight.grad is None and bias.grad is None and torch.equal(hidden.grad, torch.full_like(hidden, 2))
+        hidden.grad = None
+
+
 def test_without_gradients_only_the_loss(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[bool] = []
     plain = module.cross_entropy_

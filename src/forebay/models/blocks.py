@@ -400,7 +400,11 @@ def _refuse_hooks(what: str, module: nn.Module, forward_hooks_too: bool) -> None
     Transformers' own forward hooks are fine: they only act on a model asked for attentions, which runs its original
     forward.
     """
-    foreign = list(module._forward_pre_hooks.values())
+    foreign = [
+        *module._forward_pre_hooks.values(),
+        *module._backward_pre_hooks.values(),
+        *module._backward_hooks.values(),
+    ]
     if forward_hooks_too:
         foreign += [h for h in module._forward_hooks.values() if h.__module__ != "transformers.utils.output_capturing"]
     if foreign:

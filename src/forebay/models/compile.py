@@ -47,8 +47,8 @@ _MOST_GRAPHS = 64
 def compile_sublayer(sublayer: Callable[..., Any], *, attention: bool = False) -> Callable[..., Any]:
     """`sublayer` compiled with few saved tensors, in one graph, for static shapes.
 
-    Modules among the arguments are inputs: layers of the same structure share one graph. Module hooks inside are not
-    guarded. Another shape, dtype or structure compiles once more.
+    Modules among the arguments are inputs: layers of the same structure share one graph. Another shape, dtype or structure
+    compiles once more, and so do other forward hooks on the modules inside, which run in the graph.
 
     The compiled backward reuses the memory of saved tensors, so it runs once: with `retain_graph=True` it raises, and says to
     set `torch._functorch.config.donated_buffer = False` (before the first call).
@@ -72,12 +72,15 @@ def compile_sublayer(sublayer: Callable[..., Any], *, attention: bool = False) -
             return _inductor(graph, inputs)
 
     compiled = torch.compile(own, fullgraph=True, dynamic=False, backend=backend)
+    # Trap: by default Dynamo does not notice hooks that come later, or that another layer has: it would leave them out.
     # `config.patch` makes a class in each call, which takes the host 40 microseconds.
-    allow_most_graphs = torch._dynamo.config._make_closure_patcher(recompile_limit=_MOST_GRAPHS)
+    configure = torch._dynamo.config._make_closure_patcher(
+        recompile_limit=_MOST_GRAPHS, skip_nnmodule_hook_guards=False
+    )
 
     @wraps(sublayer)
     def call(*args: Any, **kwargs: Any) -> Any:
-        restore = allow_most_graphs()
+        restore = configure()
         try:
             return compiled(*args, **kwargs)
         except torch._dynamo.exc.Unsupported as error:

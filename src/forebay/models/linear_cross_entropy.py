@@ -95,9 +95,9 @@ def linear_cross_entropy(
         total = _sum_and_grads(hidden, weight, bias, targets, ignore_index, chunk_tokens, [False] * 3)[0]
     if reduction == "sum":
         return total
-    # Counted on the device. `where` keeps the gradient of a batch without targets 0, not NaN.
+    # Counted on the device. NaN is added: so the gradient of a batch without targets is 0.
     count = (targets != ignore_index).sum()
-    return torch.where(count > 0, total / count.clamp(min=1), float("nan"))
+    return total / count.clamp(min=1) + torch.where(count > 0, 0.0, float("nan")).to(total.dtype)
 
 
 def _cast_for_autocast(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -167,11 +167,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         needs = list(ctx.needs_input_grad[:3])
         total, *grads = _sum_and_grads(hidden, weight, bias, targets, ignore_index, chunk_tokens, needs)
         ctx.save_for_backward(*grads)
+        ctx.set_materialize_grads(False)  # DDP's sink for unused parameters gives none to a loss that is not trained on
         ctx.dtype = hidden.dtype
         return total
 
     @staticmethod
-    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_output: Tensor | None) -> tuple[Tensor | None, ...]:
+        if grad_output is None:
+            return (None,) * 6
         # Autograd's own `once_differentiable` is silent when grad_output is a constant.
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise RuntimeError(

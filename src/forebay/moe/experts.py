@@ -35,10 +35,10 @@ from forebay.moe.experts_op import (
     NO_EDGE,
     NO_UPDATES,
     GateUpEdge,
+    check_backward,
     consumable,
     experts_backward_op,
     experts_op,
-    refuse_second_derivative,
     saved_for_backward,
     undispatched,
 )
@@ -334,7 +334,7 @@ class _Experts(torch.autograd.Function):
         if dy is None:
             _free_pages(ctx)
             return (None,) * 14
-        refuse_second_derivative()
+        check_backward(dy)
         pending = None if ctx.call.store is None else ctx.call.store.pending
         (dx, d_weights, *d_biases), weight_gradients = _backward(ctx, dy, pending is not None)
         d_gate_up, d_down, edge = None, None, NO_EDGE

@@ -272,7 +272,7 @@ def _gradients(ctx, dy: Tensor | None, *_):
     """The gradients of all arguments of `experts_op`."""
     if dy is None:
         return (None,) * 25
-    refuse_second_derivative()
+    check_backward(dy)
     x, h, order, inverse, offs, *saved, gate_up_a, gate_up_b, down_a, down_b = ctx.saved_tensors
     updates = gate_up_a, gate_up_b, ctx.scales[0], down_a, down_b, ctx.scales[1]
     h = consumable(h)
@@ -313,17 +313,26 @@ def consumable(h: Tensor | None) -> Tensor | None:
     return h.clone() if torch._C._autograd._get_current_graph_task_keep_graph() else h
 
 
-def refuse_second_derivative() -> None:
-    """Check, in a backward, that it is not to be differentiated itself.
+def check_backward(dy: Tensor) -> None:
+    """Check, in a backward of the gradient `dy`, that the experts have it.
 
     Raises:
-        RuntimeError: it is (create_graph=True).
+        RuntimeError: it is to be differentiated itself (create_graph=True), or `dy` is a batch (is_grads_batched=True).
     """
-    # Tracing a backward enables gradients in any case.
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+    if torch.compiler.is_compiling():  # enables gradients in any case
+        return
+    own = (
+        "leave the model on its own experts with forebay.manage(model, experts=None, loss=None), or "
+        "experts_implementation='eager'"
+    )
+    if torch.is_grad_enabled():
         raise RuntimeError(
-            "Forebay's experts are differentiable once, so create_graph=True cannot run through them: leave the model on its own "
-            "experts with forebay.manage(model, experts=None, loss=None), or experts_implementation='eager'"
+            f"Forebay's experts are differentiable once, so create_graph=True cannot run through them: {own}"
+        )
+    if torch._C._functorch.is_legacy_batchedtensor(dy) or torch._C._are_functorch_transforms_active():
+        raise RuntimeError(
+            "Forebay's experts take one gradient at a time, so is_grads_batched=True (torch.func.vmap of a backward) cannot run "
+            f"through them: call torch.autograd.grad once for each gradient, or {own}"
         )
 
 

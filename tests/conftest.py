@@ -111,6 +111,15 @@ def shared_traces(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
+def short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kimi-Linear's attention takes 8 tokens at a time, not 64: its reference has a loop over the tokens of a chunk."""
+    from transformers.models.kimi_linear import modeling_kimi_linear as kimi
+
+    short = functools.partial(kimi.chunk_kimi_delta_attention, chunk_size=8)
+    monkeypatch.setattr(kimi, "chunk_kimi_delta_attention", short)
+
+
+@pytest.fixture
 def no_codegen(monkeypatch: pytest.MonkeyPatch) -> None:
     """Inductor traces, rewrites and cuts graphs, and they run operation by operation. To generate and compile C++ takes seconds a
     graph: the tests that compare results in tests/models/test_compile.py do so."""

@@ -197,7 +197,7 @@ WAYS: list[tuple[dict[str, Any], dict[str, Any]]] = [
 ]
 
 
-@pytest.mark.usefixtures("search_alone")
+@pytest.mark.usefixtures("search_alone", "short_chunks")
 @pytest.mark.parametrize(("family", "way"), cover(FAMILIES, WAYS))
 def test_every_family_is_planned(tmp_path: Path, family: str, way: tuple[dict[str, Any], dict[str, Any]]) -> None:
     """By the paths that its sublayers have in a run."""

@@ -103,6 +103,7 @@ def assert_saves(trace: ModelTrace, real: dict[str, int]) -> None:
     assert trace.embedding.saved + trace.head.saved == real[""]
 
 
+@pytest.mark.usefixtures("short_chunks")
 @pytest.mark.parametrize(
     ("family", "dtype", "attention"), cover(FAMILIES, [torch.bfloat16, torch.float32], ["sdpa", "eager"])
 )

@@ -155,7 +155,7 @@ MORE_FAMILIES: dict[str, tuple[str, dict]] = {
     "lfm2_moe": ("Lfm2MoeConfig", {**_FEW, "num_dense_layers": 1, "layer_types": ["conv", "full_attention"]}),
     "mellum": ("MellumConfig", {**_FEW, "head_dim": HEAD}),
     "mimo_v2_flash": ("MiMoV2FlashConfig", {**_SHARED, "head_dim": HEAD}),
-    "minimax": ("MiniMaxConfig", {**_LOCAL, **_HYBRID, "head_dim": HEAD, "block_size": 4}),
+    "minimax": ("MiniMaxConfig", {**_LOCAL, **_HYBRID, "head_dim": HEAD, "block_size": 8}),
     "minimax_m2": ("MiniMaxM2Config", {**_LOCAL, "head_dim": HEAD}),
     "phimoe": ("PhimoeConfig", {**_LOCAL, "input_jitter_noise": 0.0, "router_jitter_noise": 0.0}),
     "qwen2_moe": ("Qwen2MoeConfig", {**_GATED, "mlp_only_layers": [0]}),

@@ -193,6 +193,7 @@ class IndexedTimeline:
     Attributes:
         forward, backward: call to the index of its event. `turn`: index of the first backward.
         resident: bytes of saved items at the start of each event, and at the end of the step, if nothing is offloaded.
+        kept: peak of each event, in bytes over the step's base, if everything is kept.
     """
 
     def __init__(self, timeline: Timeline):
@@ -207,6 +208,7 @@ class IndexedTimeline:
                 change[self.forward[index] + 1] += sum(call.items)
                 change[self.backward[index] + 1] -= sum(call.items)
         self.resident = list(accumulate(change))
+        self.kept = [e.other + saved + e.transient for e, saved in zip(self.events, self.resident, strict=False)]
 
     def lives(self, call: int) -> bool:
         """Whether a call's forward and then its backward are part of the timeline."""
@@ -248,7 +250,12 @@ class CopySchedule:
         }
         self.bytes = {c: sum(self.calls[c].items[i] for i in items) for c, items in self.offload.items()}
         self.slack = slack if step.timeline.out_rate < inf else 0.0
-        self.seconds = [event.seconds + self._recompute_seconds(event) for event in self.events]
+        # Event to the call that runs forward again in it.
+        again = step.backward.items() if self.recompute else ()
+        self._again = {event: self.calls[c] for c, event in again if self.calls[c].key[0] in self.recompute}
+        self.seconds = [event.seconds for event in self.events]
+        for index, call in self._again.items():
+            self.seconds[index] += call.recompute_seconds
         self.released: dict[int, int] = {}
         self.fetched: dict[int, int] = {}
 
@@ -279,17 +286,18 @@ class CopySchedule:
     def levels(self) -> list[int]:
         """`memory` of the copies scheduled so far. Items that are not fetched yet return when they are needed."""
         step, change = self.step, [0] * (len(self.events) + 1)
-        for index, call in enumerate(self.calls):
-            if call.key[0] in self.recompute and step.lives(index):
+        for event, call in self._again.items():
+            index = self.events[event].call
+            if step.lives(index):
                 change[step.forward[index] + 1] -= call.recompute_frees
-                change[step.backward[index] + 1] += call.recompute_frees
+                change[event + 1] += call.recompute_frees
         for index, released in self.released.items():
             change[released] -= self.bytes[index]
             change[self.fetched.get(index, self.needed[index])] += self.bytes[index]
-        return [
-            event.other + resident + less + event.transient + self._recompute_rises(event)
-            for event, resident, less in zip(self.events, step.resident, accumulate(change), strict=False)
-        ]
+        found = [kept + less for kept, less in zip(step.kept, accumulate(change), strict=False)]
+        for event, call in self._again.items():
+            found[event] += call.recompute_rises
+        return found
 
     def _copy_out(self, durations: Sequence[float], earliest: Sequence[float]) -> tuple[list[float], float]:
         """Walk the events in time and release what was copied out. Returns `starts`, and the seconds waited.
@@ -338,15 +346,6 @@ class CopySchedule:
 
     def _in_backward_order(self) -> list[int]:
         return sorted(self.fetched, key=lambda c: self.needed[c])
-
-    def _recomputes(self, event: TimelineEvent) -> bool:
-        return event.kind == "B" and self.calls[event.call].key[0] in self.recompute
-
-    def _recompute_seconds(self, event: TimelineEvent) -> float:
-        return self.calls[event.call].recompute_seconds if self._recomputes(event) else 0.0
-
-    def _recompute_rises(self, event: TimelineEvent) -> int:
-        return self.calls[event.call].recompute_rises if self._recomputes(event) else 0
 
 
 def simulate(timeline: Timeline, assignment: Assignment, window: int | None = None) -> Plan:
@@ -524,11 +523,14 @@ class InterleavedSchedule(CopySchedule):
         ends: dict[int, float] = {}
         releases, fetches, reads = (self._calls_at(where) for where in (self.released, self.fetched, self.needed))
         for index, event in enumerate(self.events):
-            ready = max([now, *(ends.pop(c) for c in releases.get(index, ()))])
+            ready = now
+            for call in releases.get(index, ()):
+                ready = max(ready, ends.pop(call))
             for call in fetches.get(index, ()):
                 back = max(back, ready) + self._seconds_back(call)
                 ends[call] = back
-            ready = max([ready, *(ends.pop(c) for c in reads.get(index, ()))])
+            for call in reads.get(index, ()):
+                ready = max(ready, ends.pop(call))
             waited += ready - now
             if event.kind == "F" and event.call in self.bytes:
                 out = max(out, ready + self.calls[event.call].seconds) + self._seconds_out(event.call)
@@ -546,8 +548,7 @@ class InterleavedSchedule(CopySchedule):
 
     def _must_wait(self, event: int, pending_bytes: int, on_host: int) -> bool:
         # Fetched bytes count from their backward on: when the copy begins is not known yet.
-        now = self.events[event]
-        return now.kind == "F" and self.step.resident[event] - on_host + now.other + now.transient > self.level
+        return self.events[event].kind == "F" and self.step.kept[event] - on_host > self.level
 
     def _copy_back(self) -> None:
         deadline, memory = inf, self.levels()

@@ -38,7 +38,9 @@ def _no_collection_of_modules() -> None:
 @pytest.fixture(autouse=True)
 def _one_thread_and_a_seed() -> None:
     torch.set_num_threads(1)
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)  # `torch.manual_seed` takes a millisecond where there is no GPU
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(0)
 
 
 @pytest.fixture(autouse=True)

@@ -60,20 +60,18 @@ def source_of(function: Any) -> ForwardSource | None:
         lines, first = inspect.getsourcelines(function)
         # An indented method keeps its indentation, which texts of several lines contain, in a block of its own.
         indented = lines[0][:1].isspace()
-        tree: ast.AST = ast.parse("".join(["if True:\n"] * indented + lines)).body[0]
+        before = "\n" * (first - 1 - indented) + "if True:\n" * indented
+        tree: ast.AST = ast.parse(before + "".join(lines)).body[0]
         tree = tree.body[0] if isinstance(tree, ast.If) else tree
     except (OSError, TypeError, SyntaxError):
         return None
     if not isinstance(tree, ast.FunctionDef) or not isinstance(function, FunctionType) or function.__closure__:
         return None
-    ast.increment_lineno(tree, first - 1 - indented)
     decorators = tuple(d for d in map(ast.unparse, tree.decorator_list) if not d.startswith("auto_docstring"))
     tree.decorator_list = []
     # A file that was changed since its import is not what runs. The instructions themselves depend on the file's imports.
-    if any(
-        getattr(_code(tree, function), f) != getattr(function.__code__, f)
-        for f in ("co_names", "co_varnames", "co_consts")
-    ):
+    code = _code(tree, function)
+    if any(getattr(code, f) != getattr(function.__code__, f) for f in ("co_names", "co_varnames", "co_consts")):
         return None
     if ast.get_docstring(tree) is not None:
         tree.body = tree.body[1:]

@@ -78,7 +78,11 @@ def initialize(model: Any, blueprint: Any, seed: int) -> None:
             # No rule is for Ernie 4.5's router, which its constructor sets to zeros.
             whole = nn.Parameter(torch.zeros(meta.shape, dtype=meta.dtype, device=held.device), meta.requires_grad)
             digest = hashlib.blake2b(f"{seed} {name}".encode(), digest_size=8).digest()
-            torch.manual_seed(int.from_bytes(digest) >> 1)
+            number = int.from_bytes(digest) >> 1
+            # `torch.manual_seed` formats a stack for each kind of device that is not in use.
+            torch.default_generator.manual_seed(number)
+            if held.is_cuda:
+                torch.cuda.manual_seed_all(number)
             path, _, leaf = name.rpartition(".")
             with _replaced(blueprint.get_submodule(path)._parameters, {leaf: whole}):
                 for owner, module in around[path]:

@@ -40,14 +40,15 @@ MB = 1_000_000
 
 
 def check(timeline: Timeline) -> list[float]:
-    """By how much `under_budget` misses the best placement, for budgets from the lowest peak there is to where all is kept."""
+    """By how much the solver misses the best placement, for budgets from the lowest peak there is to where all is kept."""
     every = [(plan.step_seconds, plan.peak_bytes) for plan in placements(timeline)]
     low, high = min(peak for _, peak in every), simulate(timeline, Assignment()).peak_bytes
     paths, gaps = paths_of(timeline), []
+    plans_of = Solver(timeline, paths, paths)
     for budget in (low + (high - low) * k // BUDGETS for k in range(BUDGETS)):
         best = min(seconds for seconds, peak in every if peak <= budget)
-        plan = under_budget(timeline, paths, budget, paths)
-        assert plan.peak_bytes <= budget
+        plan = plans_of.solve(budget)
+        assert plan is not None and plan.peak_bytes <= budget
         gaps.append(plan.step_seconds / best - 1)
     return gaps
 

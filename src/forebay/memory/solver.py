@@ -70,6 +70,14 @@ class Proposal(NamedTuple):
     window: int | None = None
 
 
+class _Figures(NamedTuple):
+    """What candidates are compared by."""
+
+    step_seconds: float
+    planned_bytes: int
+    peak_bytes: int
+
+
 class _Placement(NamedTuple):
     """A placement of a whole region."""
 
@@ -84,7 +92,7 @@ class Solver:
     def __init__(self, timeline: Timeline, offload: frozenset[str], recompute: frozenset[str]):
         self._timeline, self._offload, self._recompute = timeline, offload, recompute
         self._step = IndexedTimeline(timeline)
-        self._plan = cache(self._simulated)
+        self._figures = cache(self._simulated)
         self._calls: dict[str, list[int]] = {}
         for index, call in enumerate(timeline.calls):
             if self._step.lives(index):
@@ -125,26 +133,32 @@ class Solver:
 
     # --- figures ------------------------------------------------------------------------------------------------------
 
-    def _simulated(self, candidate: Proposal) -> Plan:
+    def _schedule(self, candidate: Proposal) -> TurnSchedule:
         size = sum(self._timeline.calls[call].items[item] for call, item in candidate.offload)
         window = candidate.window and size // candidate.window
-        return TurnSchedule(self._step, Assignment.of(candidate.offload, candidate.recompute), window).plan()
+        return TurnSchedule(self._step, Assignment.of(candidate.offload, candidate.recompute), window)
+
+    def _plan(self, candidate: Proposal) -> Plan:
+        return self._schedule(candidate).plan()
+
+    def _simulated(self, candidate: Proposal) -> _Figures:
+        schedule = self._schedule(candidate)
+        return _Figures(schedule.step_seconds, schedule.planned_bytes, schedule.peak)
 
     def _cost(self, candidate: Proposal) -> tuple[object, ...]:
         """Sort key of candidates. Where nothing takes time, as on a CPU, it prefers little recomputation, then few copies."""
-        plan = self._plan(candidate)
-        seconds = float(f"{plan.step_seconds:.5e}")
+        figures = self._figures(candidate)
         return (
-            seconds,
-            len(plan.recompute),
-            plan.planned_bytes,
-            plan.peak_bytes,
+            float(f"{figures.step_seconds:.5e}"),
+            len(candidate.recompute),
+            figures.planned_bytes,
+            figures.peak_bytes,
             sorted(candidate.offload),
             str(candidate.window),
         )
 
     def _peak(self, candidate: Proposal) -> int:
-        return self._plan(candidate).peak_bytes
+        return self._figures(candidate).peak_bytes
 
     def _pareto(self, candidates: Iterable[Proposal]) -> list[Proposal]:
         return front(candidates, self._cost, self._peak)
@@ -301,8 +315,8 @@ def carried_items(step: IndexedTimeline, items: Sequence[Item], recompute: froze
     tolerance = STALL_TOLERANCE * sum(event.seconds for event in step.events)
 
     def waits(count: int) -> bool:
-        plan = TurnSchedule(step, Assignment.of(items[:count], recompute), None).plan()
-        return plan.stall_seconds > tolerance or len(plan.release_at) < len(plan.offload)
+        schedule = TurnSchedule(step, Assignment.of(items[:count], recompute), None)
+        return schedule.stall() > tolerance or len(schedule.released) < len(schedule.offload)
 
     return bisect_left(range(1, len(items) + 1), True, key=waits)
 

@@ -263,6 +263,14 @@ class CopySchedule:
     def peak(self) -> int:
         return max(self.memory, default=0)
 
+    @property
+    def planned_bytes(self) -> int:
+        return sum(self.bytes.values())
+
+    @property
+    def step_seconds(self) -> float:
+        return sum(self.seconds) + self.stall()
+
     def stall(self) -> float:
         """Seconds for which the compute stream waits for copies."""
         raise NotImplementedError
@@ -277,7 +285,7 @@ class CopySchedule:
             recompute=self.recompute,
             release_at={calls[c].key: name(event) for c, event in self.released.items()},
             fetch_at={event: tuple(keys) for event, keys in fetches.items()},
-            planned_bytes=sum(self.bytes.values()),
+            planned_bytes=self.planned_bytes,
             peak_bytes=self.peak,
             stall_seconds=stall,
             step_seconds=sum(self.seconds) + stall,

@@ -239,12 +239,8 @@ def test_the_largest_sequence_and_depth(what: str, section: str, option: str, mi
         wanted = max(value for value, size in peaks.items() if least_budget(size, EAGER_ERROR) <= budget)
         found = search(PlanRequest(config), what, 1, budget)
         assert list(found.settings.values()) == [wanted]
-        assert found.fit.fullest.total == peak(at(wanted), 1)
-        assert (
-            least_budget(peak(at(wanted), 1), EAGER_ERROR)
-            <= budget
-            < least_budget(peak(at(wanted + step), 1), EAGER_ERROR)
-        )
+        assert found.fit.fullest.total == peaks[wanted]
+        assert least_budget(peaks[wanted], EAGER_ERROR) <= budget < least_budget(peaks[wanted + step], EAGER_ERROR)
         assert {t.value for t in found.tried} >= {wanted, wanted + step}
         assert found.config == at(wanted)
         assert f" is {wanted} " in found.sentence and f"with {wanted + step} " in found.sentence

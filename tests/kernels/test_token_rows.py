@@ -1,6 +1,7 @@
 """`add_token_rows` against sums in fp64, in both forms."""
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from forebay.kernels.token_rows import add_token_rows
 from tests.kernels.common import DEVICE, backends, moved_on, strided, turned
+from tests.products import cover
 
 VOCABULARY = 100
 # Chunks of 32 sorted positions.
@@ -31,6 +33,10 @@ def ids_of(runs: list[int]) -> Tensor:
     return ids[torch.randperm(len(ids))].to(DEVICE)
 
 
+def name_of(value: Any) -> str | None:
+    return getattr(value, "__name__", None)
+
+
 def check(ids: Tensor, rows: Tensor, backend: str) -> None:
     total = torch.randn(VOCABULARY, rows.shape[1], device=DEVICE)
     wanted = total.double().index_add(0, ids.long().cpu().to(DEVICE), rows.double())
@@ -52,8 +58,9 @@ def test_sums_of_runs(runs: str, dtype: torch.dtype, backend: str) -> None:
 
 
 @backends
-@pytest.mark.parametrize("width", [1, 7, 511, 513])
-@pytest.mark.parametrize("layout", [Tensor.contiguous, strided, turned, moved_on], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    ("layout", "width"), cover([Tensor.contiguous, strided, turned, moved_on], [1, 7, 511, 513]), ids=name_of
+)
 def test_layouts(layout: Callable[[Tensor], Tensor], width: int, backend: str) -> None:
     ids = layout(ids_of([40, 3, 50, 1]).int())
     check(ids, layout(torch.randn(len(ids), width, device=DEVICE)), backend)

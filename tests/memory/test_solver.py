@@ -220,9 +220,6 @@ def test_fit_leaves_what_would_leave_after_the_peak() -> None:
     assert both.stall_seconds == 0 and both.peak_bytes == 82 * MB
     fit = fit_link(timeline, frozenset({"r0"}))
     assert (fit.planned_bytes, fit.peak_bytes) == (8 * MB, 74 * MB)
-    # With one item each, that of region 1 would leave between 20 and 28 ms, and lowers nothing.
-    single = replace(timeline, calls=tuple(replace(call, items=call.items[:1]) for call in calls))
-    assert fit_link(single, frozenset({"r0", "r1"})).planned_bytes == 8 * MB
 
 
 @pytest.mark.parametrize("seed", first(4, range(10)))

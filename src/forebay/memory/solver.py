@@ -338,7 +338,7 @@ def fit_link(timeline: Timeline, paths: frozenset[str]) -> Plan:
     """
     items, step = by_wait(timeline, paths), IndexedTimeline(timeline)
     counts = _parts(carried_items(step, items), _FIT_STEPS)
-    plans = (TurnSchedule(step, Assignment.of(items[:count]), None).plan() for count in counts)
+    plans = (TurnSchedule(step, Assignment.of(items[:count]), None).plan() for count in reversed(counts))
     return min(plans, key=lambda plan: plan.peak_bytes)
 
 

@@ -225,7 +225,7 @@ class TraceRun:
         self.parts: dict[str, PartTrace] = dict(known)
         self.balance = 0
         self._shared: dict[int, int] = {}  # bytes of what the first layer saves for all of them, by number
-        self._before_layers: Log = []
+        self._before_layers: Log | None = None  # what the base model made by the first one
         self._given: dict[int, int] = {}  # bytes of what layers get, by number, which none has saved yet
         self._arguments: dict[str, list[int]] = {}  # numbers of what a sublayer gets besides its input, by path
         self._recorder = OpRecorder(shape.block, shape.deferred_weight_grads, shape.compiled, shape.stages)
@@ -340,7 +340,8 @@ class TraceRun:
                 return (self._last, None, None) if mlp else self._last
             if "attention_mask" in keywords and self.shape.flex:
                 keywords["attention_mask"] = None
-            self._before_layers = self._before_layers or self._recorder.log[self._embedded :]
+            if self._before_layers is None:
+                self._before_layers = self._recorder.log[self._embedded :]
             shared = [leaf for leaf in tree_leaves(keywords) if isinstance(leaf, Tensor)]
             for tensor in shared:
                 if self._share(tensor):
@@ -448,7 +449,7 @@ class TraceRun:
     def tables(self) -> SharedTables:
         held = self._shared | self._given
         # Of the masks of flex attention, which a GPU makes in compiled code, only what layers get is there.
-        log = [] if self.shape.flex else self._before_layers
+        log = [] if self.shape.flex else self._before_layers or []
         return SharedTables(table_events(log, held), tuple(self._shared), tuple(self._given))
 
     def _share(self, tensor: Tensor) -> bool:

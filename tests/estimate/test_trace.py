@@ -156,7 +156,7 @@ def test_masks_of_eager_attention_are_given_to_layers_though_none_saves_them() -
     mask = 2 * BATCH * SEQUENCE**2
 
     def masks(trace: ModelTrace) -> tuple[int, int]:
-        """How many layers get, and how many are held for none."""
+        """How many masks layers get, and how many are made for none of them."""
         tables = trace.tables
         held = {number: size for number, size in tables.events if size >= mask}
         for number in (n for n, size in tables.events if not size):

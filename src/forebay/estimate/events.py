@@ -29,9 +29,9 @@ def part_events(
         made = made_in(forward)
         kept = {n for n in named.saved if n in made}
         if Mark.EXPERTS_END in backward:  # the experts run between pieces of compiled code, not within
-            backward = _recomputed_apart(backward, made, kept)
-            end = _end_of_experts(backward)
-            backward = [*backward[:end], *_ordered_backward(backward[end:], named, made, kept)]
+            end = 1 + max(at for at, entry in enumerate(backward) if entry in (Mark.EXPERTS_END, Mark.ALL_TO_ALL_END))
+            piece = _recomputed_apart(backward, end, made, kept)
+            backward = [*backward[:end], *_ordered_backward(piece, named, made, kept)]
         else:
             forward, backward = _ordered_forward(forward, named, kept), _ordered_backward(backward, named, made, kept)
         f, b = _compiled_forward(forward, named, kept), _compiled_backward(backward, named, made, kept)
@@ -255,29 +255,20 @@ def _with_frees(
     return found
 
 
-def _recomputed_apart(backward: Log, made: dict[int, NewStorage], kept: set[int]) -> Log:
-    """A backward whose experts run between pieces of compiled code.
+def _recomputed_apart(backward: Log, end: int, made: dict[int, NewStorage], kept: set[int]) -> Log:
+    """The compiled piece of a backward that is left from `end` on, when the experts have run.
 
     The experts save what they read as it is (`OpRecorder.experts_inputs`), and free it. The compiled piece before them does not
     know that: its backward makes what it can recompute again, such as the norm's result, which `made` gets another number for.
     """
-    end = _end_of_experts(backward)
     shared = sorted(n for n in kept if made[n].recomputable)
-    if not shared:
-        return backward
     last = max([*made, *made_in(backward)])
     again = {n: last + 1 + i for i, n in enumerate(shared)}
     made.update({m: made[n]._replace(number=m) for n, m in again.items()})
-    rest = [
+    return [
         entry._replace(reads=tuple(again.get(n, n) for n in entry.reads)) if isinstance(entry, Op) else entry
         for entry in backward[end:]
     ]
-    return [*backward[:end], *rest]
-
-
-def _end_of_experts(log: Log) -> int:
-    ends = Mark.EXPERTS_END, Mark.ALL_TO_ALL_END
-    return 1 + max(at for at, entry in enumerate(log) if isinstance(entry, Mark) and entry in ends)
 
 
 def _ordered_forward(log: Log, named: PartEvents, kept: set[int]) -> Log:

@@ -206,11 +206,12 @@ def _fused(kernels: list[_Kernel], sizes: Mapping[int, int]) -> list[_Kernel]:
         if not _is_fused(kernel):
             continue
         touches = kernel.reads | kernel.makes.keys()
-        later = {after for reader in kernel.readers for after in _after(reader)}
+        before = _reached(kernel, lambda k: k.sources)
+        later = {after for reader in kernel.readers for after in _reached(reader, lambda k: k.readers)}
         pairs = [
             (sum(sizes.get(n, 0) for n in touches & other.reads), -other.index, other)
             for other in found
-            if other is not kernel and _is_fused(other) and other not in later and kernel not in _after(other)
+            if other is not kernel and _is_fused(other) and other not in later and other not in before
         ]
         shared, _, other = max(pairs, key=lambda pair: pair[:2], default=(0, 0, kernel))
         if not shared:
@@ -235,12 +236,12 @@ def _is_fused(kernel: _Kernel) -> bool:
     return any(entry.fused for entry in kernel.entries if isinstance(entry, Op))
 
 
-def _after(kernel: _Kernel) -> set[_Kernel]:
-    """All that needs the kernel."""
+def _reached(kernel: _Kernel, edges: Callable[[_Kernel], set[_Kernel]]) -> set[_Kernel]:
+    """All that `edges` lead to: with sources what the kernel needs, with readers what needs it."""
     found: set[_Kernel] = set()
     waiting = [kernel]
     while waiting:
-        new = waiting.pop().readers - found
+        new = edges(waiting.pop()) - found
         found |= new
         waiting += new
     return found

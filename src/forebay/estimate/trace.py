@@ -448,7 +448,7 @@ class TraceRun:
     @property
     def tables(self) -> SharedTables:
         held = self._shared | self._given
-        # Of the masks of flex attention, which a GPU makes in compiled code, only what layers get is there.
+        # A GPU makes the masks of flex attention in compiled code, without temporaries: only what layers get is counted.
         log = [] if self.shape.flex else self._before_layers or []
         return SharedTables(table_events(log, held), tuple(self._shared), tuple(self._given))
 

@@ -251,7 +251,7 @@ class LayerTrace:
 
 @dataclass(frozen=True)
 class SharedTables:
-    """What a model makes before its layers for all of them, such as masks and rotary tables.
+    """What a model makes once for all of its layers, before the first one runs: masks and rotary tables.
 
     Attributes:
         events: in the order of a real run; what they do not free is held until all layers have run.

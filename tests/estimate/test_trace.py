@@ -12,6 +12,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.flop_counter import FlopCounterMode
 
+from forebay.estimate.fake_model import GpuFunctions
 from forebay.estimate.op_recorder import OpRecorder
 from forebay.estimate.parts import placed_parts
 from forebay.estimate.planned_dispatch import PlannedDispatcher
@@ -365,6 +366,15 @@ def test_the_gradient_of_probabilities_beside_sinks_is_not_padded_in_memory() ->
     scores = BATCH * HEADS * SEQUENCE * SEQUENCE * 2
     made = [size for number, size in events.backward if number >= 0 and size >= scores]
     assert len(made) == 5
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_compiled_dropout_that_drops_nothing_copies(compiled: bool) -> None:
+    """As in Inductor's code of a GPT-OSS, whose second product reads a copy of the probabilities without the sink's column."""
+    probabilities = torch.rand(2, 3, 4)[..., :-1]
+    with GpuFunctions(compiled):
+        result = nn.functional.dropout(probabilities, 0.0, True)
+    assert result.is_contiguous() == compiled and torch.equal(result, probabilities)
 
 
 def test_flops_are_those_of_torchs_counter() -> None:

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 
+from forebay.estimate.buffer_reuse import reused
 from forebay.estimate.kernel_order import least_peak_order
 from forebay.estimate.types import AllocEvent, Freed, Log, Mark, NewStorage, Op, PartEvents, made_in
 
@@ -35,6 +37,12 @@ def part_events(
         else:
             forward, backward = _ordered_forward(forward, named, kept), _ordered_backward(backward, named, made, kept)
         f, b = _compiled_forward(forward, named, kept), _compiled_backward(backward, named, made, kept)
+        saved = {n: made[n].size for n in kept}
+        named = replace(
+            named,
+            reused=reused(f, {}, _opaque(forward)),
+            reused_in_backward=reused(b, saved, {*_opaque(backward), *named.weight_grads}),
+        )
         # A compiled sublayer returns all that is saved at its end: a checkpoint drops it then.
         alone = f + [(n, 0) for n in _never_freed(f) if n != named.output]
     else:
@@ -365,6 +373,16 @@ def _last_compiled_reads(log: Log, materialized: set[int]) -> dict[int, int]:
             if entry.fused:
                 near[n] = max(near.get(n, at), until)
     return needed
+
+
+def _opaque(log: Log) -> set[int]:
+    """What operations make that are neither fused nor matrix products."""
+    return {
+        m.number
+        for before, entry in pairwise([None, *log])
+        if isinstance(entry, Op) and not entry.fused and before != Mark.MATMUL
+        for m in entry.made
+    }
 
 
 def _by_position(positions: Mapping[int, int]) -> dict[int, list[int]]:

@@ -34,13 +34,21 @@ _WIDE = frozenset({torch.sum, Tensor.sum, torch.softmax, Tensor.softmax, torch.c
 
 class GpuFunctions(TorchFunctionMode):
     """Runs `scaled_dot_product_attention` as a GPU does: flash, or cuDNN's kernel for heads of two widths and for masks. Under
-    autocast, functions return fp32 that do so on a GPU and not on a CPU (torch's lists of autocast, "fp32_set_opt_dtype")."""
+    autocast, functions return fp32 that do so on a GPU and not on a CPU (torch's lists of autocast, "fp32_set_opt_dtype").
+
+    `compiled`: dropout that drops nothing copies, as in torch's decomposition (`torch._decomp.decompositions.dropout`)."""
+
+    def __init__(self, compiled: bool):
+        super().__init__()
+        self._compiled = compiled
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         autocast = torch.is_autocast_enabled("cpu")
         if func in _WIDE and autocast and args[0].is_floating_point() and kwargs.get("dtype") is None:
             return func(*args, **{**kwargs, "dtype": torch.float32})
+        if func is nn.functional.dropout and self._compiled:
+            return _compiled_dropout(*args, **kwargs)
         if func is not nn.functional.scaled_dot_product_attention:
             return func(*args, **kwargs)
         if autocast:
@@ -63,6 +71,10 @@ def _attention(
     if attn_mask is None and q.shape[-1] == v.shape[-1]:
         return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)[0]
     return aten._scaled_dot_product_cudnn_attention(q, k, v, attn_mask, True, dropout_p, is_causal, scale=scale)[0]
+
+
+def _compiled_dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    return nn.functional.dropout(x, p, training, inplace) if training and p else x.clone()
 
 
 def fuse_sinks(model: nn.Module) -> None:

@@ -85,7 +85,7 @@ def trace_model(model: Any, shape: Shape, like: ModelTrace | None = None) -> Mod
     shares = frozenset(sublayers).difference(last.values())
     model = _with_layers(model, numbers)
     model.config.use_cache = False
-    with torch.enable_grad(), FakeTensorMode(), GpuFunctions() if shape.gpu else nullcontext():
+    with torch.enable_grad(), FakeTensorMode(), GpuFunctions(shape.compiled) if shape.gpu else nullcontext():
         make_fake(model)
         if shape.flex:
             fuse_sinks(model)

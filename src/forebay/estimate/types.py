@@ -91,6 +91,7 @@ class PartEvents:
             they are made.
         experts_x, experts_h: the experts' rows and their first product.
         head_sum: storages of the head's weight gradient, from the loss to the gradient itself.
+        reused, reused_in_backward: by a storage that compiled code frees, the later one that takes its memory.
     """
 
     x: int
@@ -107,6 +108,8 @@ class PartEvents:
     forward_no_grad: tuple[AllocEvent, ...] = ()
     second_run: tuple[AllocEvent, ...] = ()
     head_sum: frozenset[int] = frozenset()
+    reused: Mapping[int, int] = field(default_factory=dict)
+    reused_in_backward: Mapping[int, int] = field(default_factory=dict)
 
     @property
     def saves_x(self) -> bool:

@@ -520,8 +520,7 @@ class StepWalk:
         stop = {"F": Mark.EXPERTS_BEGIN, "B": Mark.EXPERTS_END}.get(way)
         stops = self._stops(events, stop) if engine and not transferred else []
         due: tuple[None, ...] = ()
-        malloc, free = self._allocator.malloc, self._allocator.free
-        weight_grads: Mapping[int, str] = part.events.weight_grads if way == "B" else {}
+        malloc = self._allocator.malloc
         for number, size in events:
             if due and size:
                 self._end_front(way)
@@ -530,13 +529,10 @@ class StepWalk:
                 if not stops:
                     self._manager.begin_second_call(run, way)
             if number >= 0 and size:
-                blocks[number] = malloc(size, self._transfer_stream if number in transferred else self._stream)
+                if number not in blocks:  # it would be there if it had got the memory of another
+                    blocks[number] = malloc(size, self._transfer_stream if number in transferred else self._stream)
             elif number >= 0:
-                block = blocks.pop(number, None)
-                if block is not None and not (
-                    number in weight_grads and self._params.keeps(part.place, weight_grads[number], block)
-                ):
-                    free(block)
+                self._let_go(run, number, way == "B")
             elif size == stop:
                 due = stops.pop(0) if stops else ()
             elif size != Mark.ALL_TO_ALL_END:
@@ -557,6 +553,20 @@ class StepWalk:
         if due:
             yield from due
             self._manager.begin_second_call(run, way)
+
+    def _let_go(self, run: PartRun, number: int, backward: bool) -> None:
+        """Nothing reads a storage any more: its memory goes to another, to the parameter whose gradient it is, or back."""
+        events, block = run.part.events, run.blocks.pop(number, None)
+        if block is None:
+            return
+        taker = (events.reused_in_backward if backward else events.reused).get(number)
+        if taker is not None:
+            run.blocks[taker] = block
+            self._allocator.set_role(block, TRANSIENT)
+            return
+        weight = events.weight_grads.get(number) if backward else None
+        if weight is None or not self._params.keeps(run.part.place, weight, block):
+            self._allocator.free(block)
 
     def _end_front(self, way: str) -> None:
         """An engine's computation has ended: the layer's input is held until its front returns, before its experts run."""

@@ -21,7 +21,7 @@ from transformers.activations import SiLUActivation
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
 
 from forebay.memory.overrides import drop_setting, install, is_patched, put_setting, setting
-from forebay.memory.storage import local
+from forebay.memory.storage import local, payload
 from forebay.models.families import innermost, moe_blocks
 from forebay.moe.dispatch import TokenDispatcher
 from forebay.moe.experts import experts, fuses
@@ -264,8 +264,7 @@ def _why_other_formula(module: Any) -> str | None:
 def quantized_weight(experts: nn.Module) -> str | None:
     """A description of the first weight that is no plain tensor of 16 bits or more; None if there is none."""
     for name, weight in experts.named_parameters():
-        with torch.no_grad():  # a DTensor's `detach`, and its `to_local` with gradients, take the host 50 microseconds
-            tensor = local(weight)
+        tensor = payload(weight)
         if type(tensor) is not Tensor:  # a parameter, maybe of a class of its own that `detach` takes off
             tensor = tensor.detach()
         if type(tensor) not in (Tensor, FakeTensor) or not tensor.is_floating_point() or tensor.dtype.itemsize < 2:

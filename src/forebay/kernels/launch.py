@@ -112,20 +112,23 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Tensor | int | float | Non
     # The kernel owns them, as it owns what Triton has compiled.
     launches: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = vars(kernel.fn).setdefault("launches", {})
     values: list[Any] = []
-    key: list[Any] = []
+    key: list[Any] = [grid, *constants, *constants.values()]
     tensor = None
     for arg in args:
-        if isinstance(arg, Tensor):
+        if arg is None or arg.__class__ is int:
+            key.append(arg)
+            values.append(arg)
+        elif isinstance(arg, Tensor):
             tensor, address = arg, arg.data_ptr()
             key += arg.dtype, address % 16
             values.append(address)
         else:
-            key += type(arg), arg  # 7 == 7.0, but other code
+            key += arg.__class__, arg  # 7 == 7.0 and 1 == True, but other code
             values.append(arg)
     assert tensor is not None
     device = tensor.get_device()
-    like = (device, grid, *key, *constants, *constants.values())
-    with torch.cuda.device(device):
+    like = (device, *key)
+    with torch.cuda._DeviceGuard(device):
         found = launches.get(like)  # once: another thread may clear them
         if found is not None:
             run, others = found

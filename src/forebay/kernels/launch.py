@@ -74,8 +74,13 @@ def on_16_bytes(tensor: Tensor) -> Tensor:
 def _has_shape(tensor: Tensor, shape: Sequence[int | None]) -> bool:
     sizes = tensor.shape
     if sizes == tuple(shape):
-        return True  # the loop takes the host five times as long
-    return len(sizes) == len(shape) and all(wanted in (None, size) for size, wanted in zip(sizes, shape, strict=True))
+        return True  # the loop takes the host several times as long, and one in `all` twice as long as this one
+    if len(sizes) != len(shape):
+        return False
+    for size, wanted in zip(sizes, shape, strict=True):  # noqa: SIM110
+        if wanted is not None and wanted != size:
+            return False
+    return True
 
 
 def check_written(name: str, tensor: Tensor) -> None:

@@ -8,7 +8,6 @@ parameters stay the model's own.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -221,8 +220,8 @@ def activation_of(module: Any) -> str:
     Raises:
         ValueError: any other activation.
     """
-    # Dynamo of torch 2.11 cannot trace `inspect` on Python 3.12. What compiles calls was installed after `why_own`, or by
-    # transformers' decorator, which leaves no other forward.
+    # Dynamo need not trace all of `why_own`: what compiles calls was installed after it, or by transformers' decorator, which
+    # leaves no other forward.
     why = _why_other_formula(module) if torch.compiler.is_compiling() else why_own(module)
     if why is not None:
         raise ValueError(
@@ -238,7 +237,7 @@ def _activation(module: Any) -> str:
 def why_own(module: Any) -> str | None:
     """Why an experts module of transformers has to compute by itself; None if Forebay's experts compute the same."""
     # transformers' decorator puts a function of its own in the place of the forward; a subclass or a patch has another one.
-    forward = inspect.getattr_static(type(module), "forward")
+    forward = next(vars(kind)["forward"] for kind in type(module).__mro__ if "forward" in vars(kind))
     if not getattr(forward, "__globals__", {}).get("__name__", "").startswith("transformers."):
         return f"{type(module).__name__} has a forward that is not of transformers"
     return _why_other_formula(module)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from operator import methodcaller
 from typing import Any, Protocol
 
@@ -176,15 +175,15 @@ class ExecutionContext:
         # High priority: a transfer's blocks go first when the compute stream fills every multiprocessor.
         self.comm: Any = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else NullStream()
         self.compute: Any = NullStream()
-        # One for all transfers: to make a context takes the host 15 microseconds.
-        self._on_comm = nullcontext() if isinstance(self.comm, NullStream) else torch.cuda.stream(self.comm)
+        self._switch: Callable[[Any], None] = torch.cuda.set_stream if device.type == "cuda" else lambda _: None
+        self._current: Any = NullStream()  # the compute stream, as the transfers leave it and come back to it
         self._count = 0
         self._deferred: deque[tuple[int, Callable[[Any], None], tuple[Any, ...]]] = deque()  # number, wait, arguments
 
     def enter(self) -> None:
         """Begin a step. The current stream becomes the compute stream, so call it outside of any stream context."""
         if self._device.type == "cuda":
-            self.compute = torch.cuda.current_stream(self._device)
+            self.compute = self._current = torch.cuda.current_stream(self._device)
             if torch.cuda.is_current_stream_capturing():
                 self.flags.begin()
         # A CUDA graph under capture must know the communication stream before `leave` joins it, even without a transfer.
@@ -199,8 +198,12 @@ class ExecutionContext:
         flag = self.flags.take()
         # Rule 2: wait for all readers of blocks that this transfer's allocations may be given.
         self.comm.wait_event(self.compute.record_event())
-        with self._on_comm:
+        # Not `torch.cuda.stream`, which asks each time what the current stream is.
+        self._switch(self.comm)
+        try:
             results = transfer(*args)
+        finally:
+            self._switch(self._current)
         self._count += 1
         wait: Callable[[Any], None]
         if flag is not None:

@@ -183,6 +183,25 @@ def test_sums_get_what_autograd_would_have_been_given(
         assert error <= TOLERANCE[dtype] * want[name].abs().max().to(wide), name
 
 
+@pytest.mark.parametrize("computed", [False, True])
+@pytest.mark.parametrize("summed", [STACKS, ("down",)])
+def test_a_backward_that_defers_nothing_leaves_sums_alone(summed: tuple[str, ...], computed: bool) -> None:
+    case = fresh(make(IDS["sentinels"]()).to(torch.float32))
+    dy = torch.randn(T, H)
+    want = at_once(case, dy)
+    leaves = dict(case.tensors)
+    if computed:
+        case.tensors |= {n: leaves[n] * 1 for n in STACKS}
+    sums = {n: torch.zeros_like(leaves[n]) for n in summed}
+    store = WeightGradients()
+    store.sums = lambda weight: lambda: next((t for n, t in sums.items() if case.tensors[n] is weight), None)
+    case.run(deferred=store).backward(dy)
+    assert_same_bits(
+        {n: t.grad for n, t in leaves.items() if t.grad is not None}, {n: t for n, t in want.items() if n != "y"}
+    )
+    assert not any(total.any() for total in sums.values())
+
+
 @pytest.mark.parametrize("save_h", [True, False])
 @pytest.mark.parametrize("gpt_oss", [False, True])
 def test_frozen_tensors(gpt_oss: bool, save_h: bool) -> None:

@@ -102,6 +102,14 @@ def test_alone_and_compiled(tmp_path: Path, no_codegen: None) -> None:
         assert (grad - same[name]).norm() <= 1e-6 * grad.norm(), name
 
 
+def test_a_hook_that_an_engine_would_skip_is_refused_before_the_next_step(folder: str) -> None:
+    with Trainer(overlapping(folder, True, 1, "", False)) as trainer:
+        trainer.gradients(1)
+        moe_blocks(trainer.model)[0].module.register_forward_hook(lambda *_: None)
+        with pytest.raises(RuntimeError, match="an engine's MoE sublayer"):
+            trainer.gradients(2)
+
+
 # --- One microbatch after the other, as a CUDA graph has them.
 
 

@@ -74,8 +74,13 @@ def on_16_bytes(tensor: Tensor) -> Tensor:
 def _has_shape(tensor: Tensor, shape: Sequence[int | None]) -> bool:
     sizes = tensor.shape
     if sizes == tuple(shape):
-        return True  # the loop takes the host five times as long
-    return len(sizes) == len(shape) and all(wanted in (None, size) for size, wanted in zip(sizes, shape, strict=True))
+        return True  # the loop takes the host several times as long, and one in `all` twice as long as this one
+    if len(sizes) != len(shape):
+        return False
+    for size, wanted in zip(sizes, shape, strict=True):  # noqa: SIM110
+        if wanted is not None and wanted != size:
+            return False
+    return True
 
 
 def check_written(name: str, tensor: Tensor) -> None:
@@ -112,20 +117,23 @@ def launch(kernel: Any, grid: tuple[int, ...], *args: Tensor | int | float | Non
     # The kernel owns them, as it owns what Triton has compiled.
     launches: dict[tuple[Any, ...], tuple[Any, tuple[Any, ...]]] = vars(kernel.fn).setdefault("launches", {})
     values: list[Any] = []
-    key: list[Any] = []
+    key: list[Any] = [grid, *constants, *constants.values()]
     tensor = None
     for arg in args:
-        if isinstance(arg, Tensor):
+        if arg is None or arg.__class__ is int:
+            key.append(arg)
+            values.append(arg)
+        elif isinstance(arg, Tensor):
             tensor, address = arg, arg.data_ptr()
             key += arg.dtype, address % 16
             values.append(address)
         else:
-            key += type(arg), arg  # 7 == 7.0, but other code
+            key += arg.__class__, arg  # 7 == 7.0 and 1 == True, but other code
             values.append(arg)
     assert tensor is not None
     device = tensor.get_device()
-    like = (device, grid, *key, *constants, *constants.values())
-    with torch.cuda.device(device):
+    like = (device, *key)
+    with torch.cuda._DeviceGuard(device):
         found = launches.get(like)  # once: another thread may clear them
         if found is not None:
             run, others = found

@@ -24,6 +24,11 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def payload(tensor: torch.Tensor) -> torch.Tensor:
+    """`local` without a node for autograd, and without the 5 microseconds that `to_local` takes the host."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
 class RegionWeights(Container[int]):
     """Data pointers of the storages of a region's parameters and buffers. Weights reach ``pack`` as views (``weight.t()``), so
     storages are compared and not tensors.

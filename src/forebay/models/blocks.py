@@ -312,6 +312,8 @@ class SublayerForward:
     def check_block(self) -> None:
         """Raise RuntimeError if a compiled sublayer, or an engine's with experts, would skip something installed on its block
         since; warn of hooks on all modules that it skips, and of adapters on the experts that need PEFT's own forward."""
+        if not self._parts.has_mlp:
+            return  # this part of a model does not run the block
         plain = _is_plain(self._block, self._block_class)
         if not plain and (self.mlp.compiled or self._in_engine):
             why = "a compiled sublayer" if self.mlp.compiled else "an engine's MoE sublayer (dispatcher=...)"
@@ -405,7 +407,7 @@ def _refuse_hooks(what: str, module: nn.Module, forward_hooks_too: bool) -> None
         *module._backward_pre_hooks.values(),
         *module._backward_hooks.values(),
     ]
-    if forward_hooks_too:
+    if forward_hooks_too and module._forward_hooks:
         foreign += [h for h in module._forward_hooks.values() if h.__module__ != "transformers.utils.output_capturing"]
     if foreign:
         raise RuntimeError(

@@ -8,7 +8,6 @@ parameters stay the model's own.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any
@@ -21,7 +20,7 @@ from transformers.activations import SiLUActivation
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
 
 from forebay.memory.overrides import drop_setting, install, is_patched, put_setting, setting
-from forebay.memory.storage import local
+from forebay.memory.storage import local, payload
 from forebay.models.families import innermost, moe_blocks
 from forebay.moe.dispatch import TokenDispatcher
 from forebay.moe.experts import experts, fuses
@@ -221,8 +220,8 @@ def activation_of(module: Any) -> str:
     Raises:
         ValueError: any other activation.
     """
-    # Dynamo of torch 2.11 cannot trace `inspect` on Python 3.12. What compiles calls was installed after `why_own`, or by
-    # transformers' decorator, which leaves no other forward.
+    # Dynamo need not trace all of `why_own`: what compiles calls was installed after it, or by transformers' decorator, which
+    # leaves no other forward.
     why = _why_other_formula(module) if torch.compiler.is_compiling() else why_own(module)
     if why is not None:
         raise ValueError(
@@ -238,7 +237,7 @@ def _activation(module: Any) -> str:
 def why_own(module: Any) -> str | None:
     """Why an experts module of transformers has to compute by itself; None if Forebay's experts compute the same."""
     # transformers' decorator puts a function of its own in the place of the forward; a subclass or a patch has another one.
-    forward = inspect.getattr_static(type(module), "forward")
+    forward = next(vars(kind)["forward"] for kind in type(module).__mro__ if "forward" in vars(kind))
     if not getattr(forward, "__globals__", {}).get("__name__", "").startswith("transformers."):
         return f"{type(module).__name__} has a forward that is not of transformers"
     return _why_other_formula(module)
@@ -264,8 +263,7 @@ def _why_other_formula(module: Any) -> str | None:
 def quantized_weight(experts: nn.Module) -> str | None:
     """A description of the first weight that is no plain tensor of 16 bits or more; None if there is none."""
     for name, weight in experts.named_parameters():
-        with torch.no_grad():  # a DTensor's `detach`, and its `to_local` with gradients, take the host 50 microseconds
-            tensor = local(weight)
+        tensor = payload(weight)
         if type(tensor) is not Tensor:  # a parameter, maybe of a class of its own that `detach` takes off
             tensor = tensor.detach()
         if type(tensor) not in (Tensor, FakeTensor) or not tensor.is_floating_point() or tensor.dtype.itemsize < 2:

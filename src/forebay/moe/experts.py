@@ -279,8 +279,11 @@ def _eager_experts(inputs: tuple[Any, ...], store: WeightGradients | None, pages
     if store is not None and trains_stacks:
         edges = WeightEdges(gate_up, down, store.sums)
         gate_up, down = gate_up.detach(), down.detach()
-    # The anchor makes y require a gradient where only gate_up and down do.
-    anchor = torch.empty(0, device=x.device, requires_grad=True)
+    anchor = None
+    given = (x, weights, gate_up, down, gate_up_bias, down_bias, *edge)
+    if not any(t is not None and t.requires_grad for t in given):
+        # It makes y require a gradient where only gate_up and down do.
+        anchor = torch.empty(0, device=x.device, requires_grad=True)
     call = _ExpertsCall(ExpertSettings(*settings), save_h, max_rows, needs, edges, store, rounds, fused)
     y: Tensor = _Experts.apply(x, ids, weights, gate_up, down, gate_up_bias, down_bias, *edge, anchor, call, pages)
     return y

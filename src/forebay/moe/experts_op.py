@@ -215,6 +215,9 @@ def _(tokens, rows, order, offs, slots_per_token, tokens_first, fused):
     return rows.new_empty((offs.shape[0], *sides))
 
 
+_PLAIN = frozenset({Tensor, torch.nn.Parameter, type(None), bool, int, float, str})
+
+
 def undispatched(operation: Callable[..., Any], *args: Any) -> Any:
     """`operation(*args)`, for callers whose gradients have nodes of their own.
 
@@ -224,8 +227,8 @@ def undispatched(operation: Callable[..., Any], *args: Any) -> Any:
     watched = torch.is_grad_enabled() or torch._C._len_torch_dispatch_stack() or torch.compiler.is_compiling()
     if watched or not isinstance(operation, CustomOpDef):
         return operation(*args)
-    kinds = {type(arg) for arg in args if isinstance(arg, Tensor)}
-    if kinds - {Tensor, torch.nn.Parameter} or args[0].is_meta:
+    others = {*map(type, args)} - _PLAIN
+    if any(issubclass(kind, Tensor) for kind in others) or args[0].is_meta:
         return operation(*args)
     if operation is experts_backward_op and args[2] is not None:  # h is written to
         torch.autograd.graph.increment_version(args[2])

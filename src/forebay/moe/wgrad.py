@@ -125,20 +125,18 @@ class WeightEdges:
     `find_unused_parameters=True` takes these parameters for unused and raises "Expected to mark a variable ready only once".
 
     Weights of two leaves have an edge each: autograd adds down's gradient to its sum and frees it before gate_up's exists. Others
-    have one together, as they may be views of one parameter, which gets its gradient once.
+    have one together, as they may be views of one parameter, which gets its gradient once. Weights that both have a sum get their
+    edges when these are run: a deferred gradient needs none.
     """
 
     def __init__(self, gate_up: Tensor, down: Tensor, sums: Callable[[Tensor], Sum]):
         self._sums = sums(gate_up), sums(down)
-        self._edges: list[tuple[tuple[int, ...], list[Callable[[], Tensor] | None], Tensor]] = []
-        first, second = _leaf_of(gate_up), _leaf_of(down)
-        separate = first is not None and second is not None and first is not second
-        # down first, as in a whole backward: its operands are free before gate_up's gradient is allocated.
-        for indices in ((1,), (0,)) if separate else ((1, 0),):
-            gradients: list[Callable[[], Tensor] | None] = []
-            # Through an empty output: it holds the parameters' graph, but not their memory, which FSDP2 may free in between.
-            root = _WeightEdgesNode.apply(gradients, *((gate_up, down)[index] for index in indices))
-            self._edges.append((indices, gradients, root))
+        self._weights: tuple[Tensor, Tensor] | None = None
+        self._edges: list[_Edge] = []
+        if any(total() is None for total in self._sums):
+            self._edges = _edges_to(gate_up, down)
+        else:
+            self._weights = gate_up, down  # gathered parameters, whose memory FSDP2 frees under any view
 
     def run(self, gate_up: Callable[[], Tensor] | None, down: Callable[[], Tensor] | None, *, keep_graph: bool) -> None:
         """Give autograd the gradients that the callables return; None for a frozen weight.
@@ -146,6 +144,9 @@ class WeightEdges:
         Args:
             keep_graph: the nodes between parameter and experts keep what they saved, as this graph's backward may run again.
         """
+        if self._weights is not None:
+            with torch.enable_grad():
+                self._edges, self._weights = _edges_to(*self._weights), None
         for indices, gradients, root in self._edges:
             given = [(gate_up, down)[index] for index in indices]
             if any(gradient is not None for gradient in given):
@@ -161,7 +162,25 @@ class WeightEdges:
             if weight is not None and total is not None:
                 weight.add_to(total)
                 remaining[index] = None
-        self.run(*remaining, keep_graph=keep_graph)
+        if remaining != [None, None]:
+            self.run(*remaining, keep_graph=keep_graph)
+
+
+_Edge = tuple[tuple[int, ...], list[Callable[[], Tensor] | None], Tensor]
+"""Which of gate_up and down it leads to, the list from which its node takes their gradients, and its root."""
+
+
+def _edges_to(gate_up: Tensor, down: Tensor) -> list[_Edge]:
+    edges: list[_Edge] = []
+    first, second = _leaf_of(gate_up), _leaf_of(down)
+    separate = first is not None and second is not None and first is not second
+    # down first, as in a whole backward: its operands are free before gate_up's gradient is allocated.
+    for indices in ((1,), (0,)) if separate else ((1, 0),):
+        gradients: list[Callable[[], Tensor] | None] = []
+        # Through an empty output: it holds the parameters' graph, but not their memory, which FSDP2 may free in between.
+        root = _WeightEdgesNode.apply(gradients, *((gate_up, down)[index] for index in indices))
+        edges.append((indices, gradients, root))
+    return edges
 
 
 def _leaf_of(weight: Tensor) -> Tensor | None:

@@ -69,6 +69,10 @@ class CutLayer:
         # Includes the regions that management has installed around it by now.
         self.experts: Callable[[Tensor, Tensor, Tensor, int | None], Tensor] | None = sublayers.mlp.experts
 
+    def check(self) -> None:
+        """See `forebay.models.blocks.SublayerForward.check_block`."""
+        self._sublayers.check_block()
+
     def attend(self, x: Tensor) -> Tensor:
         """The attention sublayer, [B, S, H] to [B, S, H]."""
         return self._sublayers.attend(x, **self._keywords())
@@ -76,14 +80,12 @@ class CutLayer:
     def front(self, x: Tensor) -> Front:
         """Norm, router and shared experts; x is [B, S, H], after attention."""
         assert self._sublayers.mlp.front is not None, "a dense layer has no stages"
-        self._sublayers.check_block()
         front: Front = self._sublayers.mlp.front(x)
         self._sublayers.run_router_hooks(front.logits.detach(), front.ids)
         return front
 
     def feed_forward(self, x: Tensor) -> Tensor | RoutedOutput:
         """The second sublayer of a layer that runs whole, [B, S, H] to [B, S, H]; with its router's outputs, if it has one."""
-        self._sublayers.check_block()
         found, logits, ids = self._sublayers.mlp.call(x)
         if not self._sublayers.routes_whole:
             return found  # type: ignore[no-any-return]
@@ -191,6 +193,11 @@ class CutModel:
         if attention and mlp:
             return layer
         return AttentionOnly(layer) if attention else MlpOnly(layer)
+
+    def check(self) -> None:
+        """Call before a step. RuntimeError if it would skip something that was installed on a block since."""
+        for layer in self.layers:
+            layer.check()
 
     def prologue(self, microbatch: Microbatch) -> Tensor:
         """The embedded tokens, [B, S, H]."""

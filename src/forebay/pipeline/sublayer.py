@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import nullcontext
 from operator import methodcaller
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.autograd import Variable
 
 from forebay.kernels.flags import Flags
 from forebay.moe.dispatch import TokenDispatcher
@@ -60,6 +60,11 @@ class _Exit(torch.autograd.Function):
         return None, *grads
 
 
+# The nodes without what `Function.apply` does for torch.func, which takes the host as long as they do.
+_enter: Callable[..., Any] = super(torch.autograd.Function, _Enter).apply
+_exit: Callable[..., Any] = super(torch.autograd.Function, _Exit).apply
+
+
 class Segment:
     """A computation that ran forward and waits for its backward. Made by `cut`.
 
@@ -85,7 +90,10 @@ class Segment:
         self._given.extend(grads)
         grads.clear()
         if self._root.requires_grad:  # false before the first layer if everything there is frozen
-            torch.autograd.backward(self._root, self._root.detach())
+            # What `torch.autograd.backward` calls, after checks that take the host 50 microseconds.
+            Variable._execution_engine.run_backward(
+                (self._root,), (self._root.detach(),), False, False, (), allow_unreachable=True, accumulate_grad=True
+            )
         self._given.clear()
         caught = list(self._caught)
         self._caught.clear()  # the graph has this list too, and a second reference keeps autograd from adding in place
@@ -94,23 +102,29 @@ class Segment:
         return caught
 
 
-def cut(fn: Callable[..., Tensor | tuple[Tensor, ...]], *inputs: Any) -> tuple[Segment, tuple[Tensor, ...]]:
+def cut(
+    fn: Callable[..., Tensor | tuple[Tensor, ...]], *inputs: Any, anchor: Tensor | None = None
+) -> tuple[Segment, tuple[Tensor, ...]]:
     """Run `fn(*inputs)` with a graph of its own. Returns the segment and the detached outputs.
 
     Floating-point inputs get gradients, whatever their own `requires_grad`; other inputs are passed on unchanged.
+
+    Args:
+        anchor: a leaf without elements that requires a gradient, and gets none; None makes one.
     """
     floats = [t for t in inputs if _differentiable(t)]
     caught: list[Tensor] = []
     given: list[Any] = []
     n_inputs = len(floats)
     if floats:
-        anchor = torch.empty(0, device=floats[0].device, requires_grad=True)
-        entered = iter(_Enter.apply(anchor, caught, *floats))
-        inputs = tuple(next(entered) if _differentiable(t) else t for t in inputs)
+        if anchor is None:
+            anchor = torch.empty(0, device=floats[0].device, requires_grad=True)
+        entered = iter(_enter(anchor, caught, *floats))
+        inputs = tuple([next(entered) if _differentiable(t) else t for t in inputs])
     del floats
     outputs = fn(*inputs)
     outputs = (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
-    return Segment(_Exit.apply(given, *outputs), given, caught, n_inputs), tuple(t.detach() for t in outputs)
+    return Segment(_exit(given, *outputs), given, caught, n_inputs), tuple([t.detach() for t in outputs])
 
 
 def _differentiable(value: Any) -> bool:
@@ -164,7 +178,10 @@ class ExecutionContext:
 
     Attributes:
         flags: used by the compute stream to wait for transfers in a CUDA graph.
+        anchor: of a step's segments, see `cut`: a leaf and its node take the host 7 microseconds. None between steps.
     """
+
+    anchor: Tensor | None = None
 
     def __init__(self, device: torch.device):
         self.flags = Flags(device)
@@ -172,15 +189,16 @@ class ExecutionContext:
         # High priority: a transfer's blocks go first when the compute stream fills every multiprocessor.
         self.comm: Any = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else NullStream()
         self.compute: Any = NullStream()
-        # One for all transfers: to make a context takes the host 15 microseconds.
-        self._on_comm = nullcontext() if isinstance(self.comm, NullStream) else torch.cuda.stream(self.comm)
+        self._switch: Callable[[Any], None] = torch.cuda.set_stream if device.type == "cuda" else lambda _: None
+        self._current: Any = NullStream()  # the compute stream, as the transfers leave it and come back to it
         self._count = 0
         self._deferred: deque[tuple[int, Callable[[Any], None], tuple[Any, ...]]] = deque()  # number, wait, arguments
 
     def enter(self) -> None:
         """Begin a step. The current stream becomes the compute stream, so call it outside of any stream context."""
+        self.anchor = torch.empty(0, device=self._device, requires_grad=True)
         if self._device.type == "cuda":
-            self.compute = torch.cuda.current_stream(self._device)
+            self.compute = self._current = torch.cuda.current_stream(self._device)
             if torch.cuda.is_current_stream_capturing():
                 self.flags.begin()
         # A CUDA graph under capture must know the communication stream before `leave` joins it, even without a transfer.
@@ -195,8 +213,12 @@ class ExecutionContext:
         flag = self.flags.take()
         # Rule 2: wait for all readers of blocks that this transfer's allocations may be given.
         self.comm.wait_event(self.compute.record_event())
-        with self._on_comm:
+        # Not `torch.cuda.stream`, which asks each time what the current stream is.
+        self._switch(self.comm)
+        try:
             results = transfer(*args)
+        finally:
+            self._switch(self._current)
         self._count += 1
         wait: Callable[[Any], None]
         if flag is not None:
@@ -220,6 +242,7 @@ class ExecutionContext:
             self.comm.wait_stream(self.compute)
         finally:  # streams of a failed capture cannot be joined
             self._deferred.clear()
+            self.anchor = None
 
 
 class Wire:
@@ -230,13 +253,13 @@ class Wire:
     """
 
     def __init__(self, dispatcher: TokenDispatcher, context: ExecutionContext):
-        self._dispatcher, self._context, self._local = dispatcher, context, dispatcher.size == 1
+        self._dispatcher, self.context, self._local = dispatcher, context, dispatcher.size == 1
 
     def dispatch(self, rows: Tensor, ids: Tensor, weights: Tensor) -> Pending:
         """(rows [R, H], ids [R, K], weights [R, K], handle) for this rank's experts."""
         if self._local:
             return Pending((rows, ids, weights, []))
-        return self._context.launch(self._dispatcher.dispatch, rows, ids, weights)
+        return self.context.launch(self._dispatcher.dispatch, rows, ids, weights)
 
     def max_rows(self, handle: Sequence[Tensor], rows: int, slots_per_token: int) -> int | None:
         """See `TokenDispatcher.max_rows`."""
@@ -246,20 +269,20 @@ class Wire:
         """([B, S, H],) of the given shape: the residual plus each token's rows from all ranks."""
         if self._local:
             return Pending(((residual + y_rows).view(shape),))
-        return self._context.launch(self._sum, y_rows, residual, handle, shape)
+        return self.context.launch(self._sum, y_rows, residual, handle, shape)
 
     def combine_backward(self, dy: Tensor, handle: Sequence[Tensor], n_rows: int) -> Pending:
         """([R, H],): the gradient of y_rows. The gradient of the residual is dy [T, H] itself."""
         if self._local:
             return Pending((dy,))
-        return self._context.launch(self._dispatcher.spread, dy, handle, n_rows)
+        return self.context.launch(self._dispatcher.spread, dy, handle, n_rows)
 
     def dispatch_backward(self, d_rows: Tensor, d_weights: Tensor, handle: Sequence[Tensor], n_tokens: int) -> Pending:
         """([T, H], [T, K]): the gradients of the dispatched rows and weights."""
         if self._local:
             return Pending((d_rows, d_weights))
         args = d_rows.contiguous(), d_weights.contiguous(), handle, n_tokens, None
-        return self._context.launch(self._dispatcher.collect, *args)
+        return self.context.launch(self._dispatcher.collect, *args)
 
     def _sum(self, y_rows: Tensor, residual: Tensor, handle: Sequence[Tensor], shape: torch.Size) -> Tensor:
         return self._dispatcher.collect(y_rows, None, handle, residual.shape[0], residual)[0].view(shape)
@@ -368,7 +391,7 @@ class StagePass:
 
     def _pass(self, layer: Layer) -> _WholePass | _MoePass:
         if layer.dispatcher is None:
-            return _WholePass(layer, self._keeps_router)
+            return _WholePass(layer, self._context, self._keeps_router)
         return _MoePass(layer, Wire(layer.dispatcher, self._context), self._keeps_router, self._weights)
 
 
@@ -378,15 +401,15 @@ class _WholePass:
     output: Pending
     _whole: Segment
 
-    def __init__(self, layer: Layer, keeps_router: bool):
-        self._layer, self._keeps_router = layer, keeps_router
+    def __init__(self, layer: Layer, context: ExecutionContext, keeps_router: bool):
+        self._layer, self._context, self._keeps_router = layer, context, keeps_router
         self.is_routed = False
         self.router: list[tuple[Tensor, Tensor]] = []
         self.d_logits: Tensor | None = None
         self.gradient: list[Tensor] = []
 
     def forward(self, x: Pending) -> Iterator[None]:
-        self._whole, (y, *routed) = cut(self._layer, *x.take())
+        self._whole, (y, *routed) = cut(self._layer, *x.take(), anchor=self._context.anchor)
         self.output = Pending((y,))
         self.is_routed = bool(routed)
         if routed and self._keeps_router:
@@ -452,7 +475,7 @@ class _MoePass:
 
     def _run_front(self, x: Tensor) -> None:
         self._shape = x.shape
-        self._front, (residual, rows, ids, weights, logits) = cut(self._stage1, x)
+        self._front, (residual, rows, ids, weights, logits) = cut(self._stage1, x, anchor=self._wire.context.anchor)
         self._traveling = self._wire.dispatch(rows, ids, weights)
         self._residual.append(residual)
         if self._keeps_router:
@@ -461,7 +484,7 @@ class _MoePass:
     def _run_experts(self, rows: Tensor, ids: Tensor, weights: Tensor, handle: list[Tensor]) -> None:
         self._handle, self._n_rows = handle, rows.shape[0]
         max_rows = self._wire.max_rows(handle, *ids.shape)
-        self._experts, (y_rows,) = cut(self._stage3, rows, ids, weights, max_rows)
+        self._experts, (y_rows,) = cut(self._stage3, rows, ids, weights, max_rows, anchor=self._wire.context.anchor)
         self.output = self._wire.combine(y_rows, self._residual.pop(), handle, self._shape)
 
     def _run_experts_backward(self, grads: list[Tensor]) -> None:

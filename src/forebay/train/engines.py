@@ -186,6 +186,7 @@ class GradientEngine:
 
     def _run(self, microbatches: Microbatches, count: Tensor | int) -> tuple[Tensor, Tensor]:
         """The part of a step that may be captured: it does not synchronize with the device or with other processes' hosts."""
+        self._cut.check()
         work = self._work(microbatches, count)
         self._begin(sum(ids.numel() for ids, _ in microbatches))
         with nullcontext() if self._router is None else self._router.counting():
@@ -389,6 +390,7 @@ class PipelinedGradients(GradientEngine):
         """
         if self._forward_runtime is None:
             self._forward_runtime = self._runtime_of(forward_plan(self.plan))
+        self._cut.check()
         self._unsharded.gather()
         work = self._work(self._tokens(microbatches), 1)
         with self._limited():

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_common import HSDPMeshInfo
 
 from forebay.memory.overrides import drop_setting, put_setting
-from forebay.memory.storage import fsdp_group, local
+from forebay.memory.storage import fsdp_group, local, payload
 from forebay.models.families import moe_blocks
 from forebay.moe.wgrad import WeightGradients, no_sums
 from forebay.pipeline.model import CutModel, adds_at_once
@@ -172,16 +172,14 @@ class UnshardedStep:
         It returns None for another weight. Autograd could accumulate a sum in the weight's own dtype, but a DTensor's gradient
         takes the host 200 microseconds.
         """
-        with torch.no_grad():  # here and below: `to_local` would make a node
-            record = self._record_at(weight.data_ptr())
-            # A view that begins at the same address has its gradient elsewhere in the sum.
-            if record is None or local(record.unsharded_param).shape != weight.shape:
-                return no_sums(weight)
+        record = self._record_at(weight.data_ptr())
+        # A view that begins at the same address has its gradient elsewhere in the sum.
+        if record is None or payload(record.unsharded_param).shape != weight.shape:
+            return no_sums(weight)
 
         def total() -> Tensor | None:
             own = record.unsharded_accumulated_grad if _summed_in_fp32(record) else record.unsharded_param.grad
-            with torch.no_grad():
-                return None if own is None else local(own)
+            return None if own is None else payload(own)
 
         return total
 
@@ -240,8 +238,8 @@ class UnshardedStep:
     def _record_at(self, address: int) -> Any:
         """The record among `_experts` whose gathered weight is at `address`. A weight that was freed comes to another address."""
         record = self._addresses.get(address)
-        if self._experts and (record is None or local(record.unsharded_param).data_ptr() != address):
-            self._addresses = {local(record.unsharded_param).data_ptr(): record for record in self._experts}
+        if self._experts and (record is None or payload(record.unsharded_param).data_ptr() != address):
+            self._addresses = {payload(record.unsharded_param).data_ptr(): record for record in self._experts}
             record = self._addresses.get(address)
         return record
 

@@ -218,11 +218,11 @@ def test_damage_is_named_and_an_earlier_one_offered(tmp_path: Path, damage: Any,
 
 def test_another_model_is_named(tmp_path: Path) -> None:
     path = Checkpoints(tmp_path).save(1, *make(width=4), {})
-    with pytest.raises(RunError, match=r"0\.weight has shape \[4, 3\], this model needs \[8, 3\]"):
+    with pytest.raises(UsageError, match=r"0\.weight has shape \[4, 3\], this model needs \[8, 3\]"):
         restore.load(path, make(width=8)[0])
-    with pytest.raises(RunError, match=r"another model: it has no 2\.weight"):
+    with pytest.raises(UsageError, match=r"another model: it has no 2\.weight"):
         restore.load(path, nn.Sequential(*make()[0], nn.Linear(2, 2)))
-    with pytest.raises(RunError, match=r"another model: this one has no 1\.weight"):
+    with pytest.raises(UsageError, match=r"another model: this one has no 1\.weight"):
         restore.load(path, make()[0][:1])
 
 
@@ -236,7 +236,7 @@ def test_another_sharing_of_embedding_and_head_is_named(tmp_path: Path) -> None:
     )
     path = Checkpoints(tmp_path).save(1, untied, torch.optim.AdamW(untied.parameters()), {})
     restore.load(path, untied)
-    with pytest.raises(RunError, match="another model: its tie_word_embeddings is False, this model's is True"):
+    with pytest.raises(UsageError, match="another model: its tie_word_embeddings is False, this model's is True"):
         restore.load(path, tied)
 
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from forebay.errors import RunError
+from forebay.errors import RunError, UsageError
 from forebay.train import checkpoint, restore
 from forebay.train.checkpoint import Checkpoints
 from forebay.train.distributed import ALONE, Mesh
@@ -66,7 +66,7 @@ def refusing(rank: int, world: int, folder: str, path: str) -> list[str]:
     messages = []
     for layers in (5, 3):
         settings = layers_of(folder, layers, pp=2, ep=2, schedule="1f1b")
-        with Mesh.open(settings) as mesh, Trainer(settings, mesh) as trainer, pytest.raises(RunError) as caught:
+        with Mesh.open(settings) as mesh, Trainer(settings, mesh) as trainer, pytest.raises(UsageError) as caught:
             restore.load(Path(path), trainer.model, trainer.optimizer)
         messages.append(str(caught.value))
     return messages

@@ -285,6 +285,9 @@ def _state_of(modules: Iterable[nn.Module], holder: nn.Module | None = None) -> 
             hooked = module._forward_hooks or module._forward_pre_hooks
             found += [(attributes, name, attributes[name].copy()) for name in (_HOOKED if hooked else _PLAIN)]
         found.append((module, "training", module.training))
+        if "gradient_checkpointing" in attributes or hasattr(type(module), "gradient_checkpointing"):
+            # Trap: forebay.manage switches it off for the time of the model's forward only.
+            found.append((module, "gradient_checkpointing", module.gradient_checkpointing))
         if "_active_adapter" in attributes or hasattr(type(module), "_active_adapter"):
             found += [(module, name, getattr(module, name)) for name in _ADAPTERS]
         if isinstance(scaling := attributes.get("scaling"), dict):  # of PEFT's adapters by name

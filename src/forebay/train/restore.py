@@ -195,7 +195,8 @@ def load(path: Path, model: Any, optimizer: torch.optim.Optimizer | None = None)
         The `about` of `Checkpoints.save`, with ``step``.
 
     Raises:
-        RunError: the checkpoint is damaged, or its tensors do not fit this model; the first one is named.
+        RunError: the checkpoint is damaged.
+        UsageError: it is of another model; the first tensor or setting that differs is named.
     """
     verify(path)
     rank, size = rank_and_size()
@@ -280,8 +281,8 @@ def _computing(config: Any) -> Any:
     return {name: _computing(value) for name, value in config.items() if not _MAY_CHANGE.fullmatch(name)}
 
 
-def _of_another_model(path: Path, why: str) -> RunError:
-    return RunError(f"checkpoint {path} is of another model: {why}; resume with the configuration it was made with")
+def _of_another_model(path: Path, why: str) -> UsageError:
+    return UsageError(f"checkpoint {path} is of another model: {why}; resume with the configuration it was made with")
 
 
 def _damaged(path: Path, what: str) -> Damaged:

@@ -66,6 +66,7 @@ from forebay.policy import (
     PolicyError,
     check_placements,
     is_inside,
+    outermost,
     parse_bytes,
 )
 
@@ -267,7 +268,7 @@ def manage(
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     fallbacks: list[str] = []
     with ExitStack() as undo:  # on an error, removes what is installed so far
-        inner_models = _pretrained_models(model)
+        inner_models = pretrained_models(model).values()
         if loss == "fused-always" and not inner_models:
             raise ValueError(
                 f"loss='fused-always': {type(model).__name__} is not a model of transformers; pass loss=None"
@@ -415,13 +416,10 @@ def refuse_replicas(devices: int) -> None:
         )
 
 
-def _pretrained_models(model: nn.Module) -> list[PreTrainedModel]:
-    """The outermost transformers models in `model`: itself, or those that a user's module holds."""
-    found: dict[str, PreTrainedModel] = {}
-    for path, module in model.named_modules():
-        if isinstance(module, PreTrainedModel) and not is_inside(path, found):
-            found[path] = module
-    return list(found.values())
+def pretrained_models(model: nn.Module) -> dict[str, PreTrainedModel]:
+    """The outermost transformers models in `model` by path: itself, or those that a user's module holds."""
+    found = {path: module for path, module in model.named_modules() if isinstance(module, PreTrainedModel)}
+    return {path: found[path] for path in outermost(found)}
 
 
 def _install_operations(

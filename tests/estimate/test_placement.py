@@ -52,15 +52,16 @@ MOE = replace(PLAIN, light=replace(PLAIN, saved=40), stash=(30, 20))
 MOE_PART = replace(part_of("m.1.mlp", 1, MOE), balance=3, mlp=True)
 
 
-def machine(rate: float = FAST) -> Machine:
-    def seconds(part: PartTrace) -> tuple[float, float]:
-        return part.forward_ops[0].flops / 100, part.backward_ops[0].flops / 100
+def seconds(part: PartTrace) -> tuple[float, float]:
+    return part.forward_ops[0].flops / 100, part.backward_ops[0].flops / 100
 
+
+def machine(rate: float = FAST) -> Machine:
     def added(part: PartTrace, placement: str) -> float:
         share = {"recompute": 1.0 if part.light is None else 0.6, "stash": 0.04}.get(placement, 0.0)
         return share * seconds(part)[0]
 
-    return Machine(seconds, added, rate, rate, 1e3)
+    return Machine(added, rate, rate, 1e3)
 
 
 def part(chance: random.Random, moe: bool) -> PartTrace:

@@ -7,7 +7,7 @@ Input: each operation as `forebay.estimate.op_recorder` sees it run on fake tens
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -80,7 +80,7 @@ class Tally:
 
     Args:
         fused: the code is compiled; see `fuse`.
-        origins, origin_size: see `forebay.estimate.op_recorder.OpRecorder`.
+        origins, origin_sizes: see `forebay.estimate.op_recorder.OpRecorder`.
 
     Attributes:
         live: slots that arrive at the experts over slots that their buffers have.
@@ -90,9 +90,9 @@ class Tally:
 
     received: int | None
 
-    def __init__(self, fused: bool, origins: Callable[[Tensor], frozenset[int]], origin_size: Callable[[int], int]):
+    def __init__(self, fused: bool, origins: Callable[[Tensor], frozenset[int]], origin_sizes: Sequence[int]):
         self.live, self.received, self.ranks = 1.0, None, 1
-        self._fused, self._origins, self._origin_size = fused, origins, origin_size
+        self._fused, self._origins, self._origin_sizes = fused, origins, origin_sizes
         self._done: list[OpCost] = []
         # The open run: what it reads, the storages it made, its bytes, and whether it has a kernel.
         self._read: set[Any] = set()
@@ -200,7 +200,7 @@ class Tally:
         for number in self._origins(tensor):
             if ("origin", number) not in self._read:
                 self._read.add(("origin", number))
-                self._bytes += self._origin_size(number)
+                self._bytes += self._origin_sizes[number]
 
     def _write(self, tensor: Tensor) -> None:
         """Something outside of runs reads the tensor."""

@@ -47,6 +47,7 @@ class OpRecorder(TorchDispatchMode):
         fused: the code is compiled.
 
     Attributes:
+        origin_sizes, origin_storages: bytes and storage of each origin, which may have been freed.
         transferred: storages that the token dispatcher made.
         assembled: storages that `ASSEMBLING_OPS` made, or copies in place. Inductor does not fuse these into what reads them.
         experts_inputs: of the experts that ran last between stages, storages that they read and that compiled code could
@@ -57,7 +58,9 @@ class OpRecorder(TorchDispatchMode):
 
     def __init__(self, block: int, deferred_weight_grads: bool = False, fused: bool = False, stages: bool = False):
         super().__init__()
-        self.tally = Tally(fused, self.origins, self.origin_size)
+        self.origin_sizes: list[int] = []
+        self.origin_storages: list[int] = []
+        self.tally = Tally(fused, self.origins, self.origin_sizes)
         self.log: Log = []
         self.transferred: set[int] = set()
         self.assembled: set[int] = set()
@@ -70,8 +73,6 @@ class OpRecorder(TorchDispatchMode):
         self._sizes: dict[int, int] = {}
         self._origins: dict[int, frozenset[int]] = {}
         self._numbers: dict[int, int] = {}
-        self._origin_sizes: list[int] = []
-        self._origin_storages: list[int] = []
         # By each storage that compiled code made empty: its operation's position in the log, and the storages copied into it.
         self._empty: dict[int, tuple[int, tuple[int, ...]]] = {}
         # The last operation that may write in place: its position in the log, the storage it overwrites, its result's address.
@@ -92,13 +93,6 @@ class OpRecorder(TorchDispatchMode):
 
     def origins(self, tensor: Tensor) -> frozenset[int]:
         return self._origins.get(address(tensor), frozenset())
-
-    def origin_storage(self, origin: int) -> int:
-        return self._origin_storages[origin]
-
-    def origin_size(self, origin: int) -> int:
-        """Bytes of an origin, which may have been freed."""
-        return self._origin_sizes[origin]
 
     def size(self, tensor: Tensor) -> int:
         return self._rounded(tensor.untyped_storage().nbytes())
@@ -172,7 +166,7 @@ class OpRecorder(TorchDispatchMode):
         if any(isinstance(entry, Op) and number in entry.reads for entry in self.log[at + 1 : -1]):
             return
         found = frozenset[int]().union(self._origins[key] if copied else (), *map(self.origins, sources[1:]))
-        storage = NewStorage(number, self._sizes[key], True, frozenset(self._origin_storages[o] for o in found))
+        storage = NewStorage(number, self._sizes[key], True, frozenset(self.origin_storages[o] for o in found))
         copied = *copied, *(n for n in copy.reads if n != number)
         self.log[at], self.log[-1] = made._replace(made=()), Op(copy.fused, copied, (storage,))
         self._origins[key], self._empty[number] = found, (len(self.log) - 1, copied)
@@ -192,18 +186,18 @@ class OpRecorder(TorchDispatchMode):
         else:
             self._origins[key] = frozenset().union(*map(self.origins, sources))
         weakref.finalize(storage, self._drop, key).atexit = False
-        origins = frozenset(self._origin_storages[o] for o in self._origins[key])
+        origins = frozenset(self.origin_storages[o] for o in self._origins[key])
         return NewStorage(number, size, recomputable, origins)
 
     def _is_recomputable(self, tensor: Tensor) -> bool:
         """Whether it is counted and has other origins than itself."""
         number, origins = self.number(tensor), self.origins(tensor)
-        return number >= 0 and number not in {self.origin_storage(o) for o in origins}
+        return number >= 0 and number not in {self.origin_storages[o] for o in origins}
 
     def _add_origin(self, key: int, size: int, number: int) -> None:
-        self._origins[key] = frozenset([len(self._origin_sizes)])
-        self._origin_sizes.append(size)
-        self._origin_storages.append(number)
+        self._origins[key] = frozenset([len(self.origin_sizes)])
+        self.origin_sizes.append(size)
+        self.origin_storages.append(number)
 
     def _drop(self, key: int) -> None:
         del self._sizes[key]

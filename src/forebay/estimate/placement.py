@@ -34,7 +34,6 @@ class Machine:
     """What placements cost on a device. Rates are bytes a second.
 
     Attributes:
-        seconds: of a microbatch's forward and backward through a part.
         added: seconds by which a microbatch's two passes through a sublayer take longer under a placement, on the slower of
             device and host, without waits for the link.
         out_rate, back_rate, end_rates: of the link to the host, with all GPUs of a host at once, and at the ends of a pipeline's
@@ -42,7 +41,6 @@ class Machine:
         copy_rate: that a kernel reads or writes.
     """
 
-    seconds: Callable[[PartTrace], tuple[float, float]]
     added: Callable[[PartTrace, str], float]
     out_rate: float
     back_rate: float
@@ -143,7 +141,7 @@ class ChoiceCosts:
     def __init__(
         self,
         stages: Mapping[int, Sequence[Sequence[Option]]],
-        times: Mapping[str, tuple[float, float]],
+        times: Mapping[str, Sequence[float]],
         levels: Sequence[StepLevel],
         microbatches: int,
         machine: Machine,

@@ -90,13 +90,9 @@ class RunEstimator:
 
     @cached_property
     def machine(self) -> Machine:
-        def seconds(part: PartTrace) -> tuple[float, float]:
-            forward, backward = self.clock.both_ways(part)
-            return forward.alone, backward.alone
-
         device = self.clock.device
         out_rate, back_rate, *ends = device.host(self.sharing.world, self.sharing.pp > 1)
-        return Machine(seconds, cache(self._added), out_rate, back_rate, device.at("bandwidth", 1 << 30), tuple(ends))
+        return Machine(cache(self._added), out_rate, back_rate, device.at("bandwidth", 1 << 30), tuple(ends))
 
     @cached_property
     def timer(self) -> LayerTimer:
@@ -154,7 +150,9 @@ class RunEstimator:
         memory = self.config.memory
         parts = self._placed(number, {})
         options = rank_options(parts, self._allowed(), self.machine, self.config.recompute)
-        times = {part.path: self.machine.seconds(part.trace) for part in chain(*parts.values())}
+        times = {
+            part.path: [time.alone for time in self.clock.both_ways(part.trace)] for part in chain(*parts.values())
+        }
         waits = self.auto is None or memory.offload == "all"
 
         # A walk takes most of the time.

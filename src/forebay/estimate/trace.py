@@ -397,7 +397,7 @@ class TraceRun:
             # Compiled code saves the origins instead. torch's partitioner cuts there, or where fewer bytes cross.
             origins = frozenset().union(*(origins for *_, origins in held)) - self._counted_origins
             self._counted_origins |= origins
-            sizes = {recorder.origin_storage(o): recorder.origin_size(o) for o in origins}
+            sizes = {recorder.origin_storages[o]: recorder.origin_sizes[o] for o in origins}
             if compiled:
                 recorder.log[log], sizes = cut_nearest(recorder.log[log], kept, recorder.assembled, sizes)
                 if recorder.experts_inputs:

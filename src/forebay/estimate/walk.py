@@ -18,7 +18,7 @@ from forebay.estimate.offloading import MEASURED_STEPS, OffloadManager, PartRun
 from forebay.estimate.parts import Part
 from forebay.estimate.rank_run import RankRun, StepLevel, Walked
 from forebay.estimate.types import GPU_BLOCK, PAGE, AllocEvent, Mark
-from forebay.pipeline.schedule import Action, turns, turns_of_stages
+from forebay.pipeline.schedule import Action, drain, overlap
 
 STEPS = 3
 """Steps to play. The second has the optimizer's moments beside it; the third may find the second's segments cut differently:
@@ -205,9 +205,9 @@ class StepWalk:
                 case "OVERLAP_F_B":
                     self._overlap_fwd_bwd(*action.parts)
                 case "F":
-                    _drain(self._forward(action.stage, action.microbatch))
+                    drain(self._forward(action.stage, action.microbatch))
                 case "B" | "I":
-                    _drain(self._backward(action.stage, action.microbatch, action.kind == "I"))
+                    drain(self._backward(action.stage, action.microbatch, action.kind == "I"))
                 case "W":
                     for transient, blocks in self._deferred.pop((action.stage, action.microbatch), ()):
                         for size in transient:
@@ -224,8 +224,6 @@ class StepWalk:
         return self._token_grads
 
     def _overlap_fwd_bwd(self, forward: Action, backward: Action) -> None:
-        """The order of `forebay.pipeline`: the backward's first transfer starts before the forward computes. In a plan of one
-        stage the forward finishes last."""
         f = self._forward(forward.stage, forward.microbatch)
         b = self._backward(backward.stage, backward.microbatch, False)
         stages, pipeline = self._run.stages, self._run.sharing.pp > 1
@@ -233,12 +231,7 @@ class StepWalk:
         f_layers, b_layers = (
             [part.staged for part in stages[action.stage] if part.mlp or part.alone] for action in (forward, backward)
         )
-        layers = f_layers, b_layers[::-1]
-        order = turns_of_stages(*layers, stages[forward.stage][-1].path == "head") if pipeline else turns(*layers)
-        for turn in ["B", *order]:
-            next(f if turn == "F" else b, None)
-        for rest in (f, b) if pipeline else (b, f):
-            _drain(rest)
+        overlap(f, b, f_layers, b_layers[::-1], stages[forward.stage][-1].path == "head" if pipeline else None)
 
     # --- forward --------------------------------------------------------------------------------------------------
 
@@ -328,7 +321,7 @@ class StepWalk:
             return []
         frame = [self._malloc(self._run.hidden)] if engine else []
         run = PartRun(part)
-        _drain(self._play(run, tables.events, "F"))
+        drain(self._play(run, tables.events, "F"))
         saved, given = ([run.blocks.pop(number) for number in numbers] for numbers in (tables.saved, tables.given))
         frame += run.blocks.values()
         for block in (*saved, *(given if engine else ())):
@@ -348,7 +341,7 @@ class StepWalk:
         events = (head.events.forward_no_grad or head.events.forward) if head is not None else ()
         if head is not None and (-1, Mark.FINAL_NORM_END) in events:
             run = PartRun(head)
-            _drain(self._play(run, events[: events.index((-1, Mark.FINAL_NORM_END))], "F"))
+            drain(self._play(run, events[: events.index((-1, Mark.FINAL_NORM_END))], "F"))
             self._allocator.free_all(run.blocks.values())
 
     def _hand_on(self, stage: int, microbatch: int, x: Block) -> None:
@@ -455,9 +448,9 @@ class StepWalk:
     def _balance(self, loss: Part, runs: Sequence[PartRun]) -> None:
         """The load-balancing loss, forward and backward. Layers hold the gradients of their logits until their backwards."""
         events, run = loss.events, PartRun(loss)
-        _drain(self._play(run, events.forward, "F"))
+        drain(self._play(run, events.forward, "F"))
         run.blocks[events.gradient] = self._malloc(1)
-        _drain(self._play(run, events.backward, "B"))
+        drain(self._play(run, events.backward, "B"))
         for number in (events.gradient, events.output):
             if (block := run.blocks.pop(number, None)) is not None:
                 self._allocator.free(block)
@@ -477,12 +470,12 @@ class StepWalk:
         # The engine adds the head's weight gradient to a sum of its own.
         elsewhere = events.head_sum if self._run.adding_tokens else frozenset()
         forward, backward = ([e for e in given if e[0] not in elsewhere] for given in (events.forward, events.backward))
-        _drain(self._play(run, forward, "F"))
+        drain(self._play(run, forward, "F"))
         if events.saves_x:
             run.blocks[events.x] = x
         else:
             self._allocator.free(x)
-        _drain(self._play(run, backward, "B"))
+        drain(self._play(run, backward, "B"))
         dx = self._take_dx(run)
         assert dx is not None
         self._end_part("forward")
@@ -611,8 +604,3 @@ class StepWalk:
 
     def _malloc(self, size: int, role: int = TRANSIENT) -> Block:
         return self._allocator.malloc(size, self._stream, role)
-
-
-def _drain(steps: Iterator[None]) -> None:
-    for _ in steps:
-        pass

@@ -11,10 +11,9 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import Callback
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
 from torch import nn
-from transformers import PreTrainedModel
 
 from forebay.integrations.common import MemoryFigures, manage_arguments, plan_text
-from forebay.managed import Managed, manage
+from forebay.managed import Managed, manage, pretrained_models
 
 
 class LightningForebayCallback(Callback):
@@ -95,9 +94,8 @@ def _trained_model(module: nn.Module, path: str | None) -> nn.Module:
             children = ", ".join(name for name, _ in module.named_children())
             raise ValueError(f"model={path!r} is no module of {type(module).__name__}; its children are {children}")
         return found
-    inner = [(name, m) for name, m in module.named_modules() if isinstance(m, PreTrainedModel)]
-    outermost = {name: m for name, m in inner if not any(name.startswith(f"{other}.") for other, _ in inner)}
-    trained = {name: m for name, m in (outermost.items() or module.named_children()) if _is_trained(m)}
+    inner = pretrained_models(module).items() or module.named_children()
+    trained = {name: m for name, m in inner if _is_trained(m)}
     if len(trained) != 1:
         raise ValueError(
             f"{type(module).__name__} holds {len(trained)} models that are trained ({', '.join(trained) or 'none'}), and one is "

@@ -8,6 +8,7 @@ its layers (`forebay.pipeline.arguments`).
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -48,7 +49,7 @@ class Microbatch:
 
 
 class CutLayer:
-    """One decoder layer; see `forebay.pipeline.sublayer.Layer`.
+    """A decoder layer, or one of its sublayers (see `only`), as a `forebay.pipeline.sublayer.Layer`.
 
     Attributes:
         dispatcher: moves the layer's tokens; None for a layer that runs whole: a dense one, or one whose block does more with the
@@ -61,11 +62,12 @@ class CutLayer:
     def __init__(self, sublayers: SublayerForward, keywords: Callable[[], dict[str, Any]]):
         self._sublayers = sublayers
         self._keywords = keywords
+        self._attends = self._feeds = True
         self.experts_module: Any = sublayers.experts
         stages = sublayers.stages
         self.dispatcher: TokenDispatcher | None = stages.dispatcher if stages else None
         mlp = sublayers.mlp.path
-        self.regions = (sublayers.attention.path, mlp) if stages is None else (sublayers.attention.path, mlp, mlp)
+        self.regions = sublayers.attention.path, *([mlp] if stages is None else [mlp, mlp])
         # Includes the regions that management has installed around it by now.
         self.experts: Callable[[Tensor, Tensor, Tensor, int | None], Tensor] | None = sublayers.mlp.experts
 
@@ -73,65 +75,38 @@ class CutLayer:
         """See `forebay.models.blocks.SublayerForward.check_block`."""
         self._sublayers.check_block()
 
-    def attend(self, x: Tensor) -> Tensor:
-        """The attention sublayer, [B, S, H] to [B, S, H]."""
-        return self._sublayers.attend(x, **self._keywords())
+    def only(self, attention: bool, mlp: bool) -> CutLayer:
+        """The layer with the sublayers that are true. Attention alone is a single computation, as a dense layer."""
+        if attention and mlp:
+            return self
+        part = copy(self)
+        part._attends, part._feeds = attention, mlp
+        part.regions = self.regions[:1] if attention else self.regions[1:]
+        if attention:
+            part.dispatcher = part.experts = None
+        return part
 
-    def front(self, x: Tensor) -> Front:
-        """Norm, router and shared experts; x is [B, S, H], after attention."""
+    def stage1(self, x: Tensor) -> Front:
+        """Attention, norm, router and shared experts; x is [B, S, H]."""
         assert self._sublayers.mlp.front is not None, "a dense layer has no stages"
+        x = self._attended(x)
         front: Front = self._sublayers.mlp.front(x)
         self._sublayers.run_router_hooks(front.logits.detach(), front.ids)
         return front
 
-    def feed_forward(self, x: Tensor) -> Tensor | RoutedOutput:
-        """The second sublayer of a layer that runs whole, [B, S, H] to [B, S, H]; with its router's outputs, if it has one."""
+    def __call__(self, x: Tensor) -> Tensor | RoutedOutput:
+        """[B, S, H] to [B, S, H]; with its router's outputs, if it has one."""
+        x = self._attended(x)
+        if not self._feeds:
+            return x
         found, logits, ids = self._sublayers.mlp.call(x)
         if not self._sublayers.routes_whole:
             return found  # type: ignore[no-any-return]
         self._sublayers.run_router_hooks(logits.detach(), ids)
         return found, logits, ids
 
-    def stage1(self, x: Tensor) -> Front:
-        """Attention, norm, router and shared experts; x is [B, S, H]."""
-        return self.front(self.attend(x))
-
-    def __call__(self, x: Tensor) -> Tensor | RoutedOutput:
-        """A whole layer, [B, S, H] to [B, S, H]."""
-        return self.feed_forward(self.attend(x))
-
-
-class AttentionOnly:
-    """The first sublayer of a layer as a `forebay.pipeline.sublayer.Layer`: a single computation, as a dense layer."""
-
-    dispatcher: TokenDispatcher | None = None
-    experts: Callable[[Tensor, Tensor, Tensor, int | None], Tensor] | None = None
-
-    def __init__(self, layer: CutLayer):
-        self._layer = layer
-        self.regions = layer.regions[:1]
-
-    def stage1(self, x: Tensor) -> Front:
-        raise AssertionError("attention has no experts")
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self._layer.attend(x)
-
-
-class MlpOnly:
-    """The second sublayer of a layer as a `forebay.pipeline.sublayer.Layer`."""
-
-    def __init__(self, layer: CutLayer):
-        self._layer = layer
-        self.dispatcher, self.experts = layer.dispatcher, layer.experts
-        self.regions = layer.regions[1:]
-
-    def stage1(self, x: Tensor) -> Front:
-        """Norm, router and shared experts; x is [B, S, H]."""
-        return self._layer.front(x)
-
-    def __call__(self, x: Tensor) -> Tensor | RoutedOutput:
-        return self._layer.feed_forward(x)
+    def _attended(self, x: Tensor) -> Tensor:
+        return self._sublayers.attend(x, **self._keywords()) if self._attends else x
 
 
 class CutModel:
@@ -187,12 +162,9 @@ class CutModel:
         self._arguments = LayerArguments(model, self.numbers)
         self.layers = [CutLayer(sublayers, partial(self._arguments.of, i)) for i, sublayers in enumerate(found)]
 
-    def layer(self, number: int, attention: bool = True, mlp: bool = True) -> CutLayer | AttentionOnly | MlpOnly:
+    def layer(self, number: int, attention: bool = True, mlp: bool = True) -> CutLayer:
         """Layer `number` of the whole model, or one of its sublayers."""
-        layer = self.layers[self.numbers.index(number)]
-        if attention and mlp:
-            return layer
-        return AttentionOnly(layer) if attention else MlpOnly(layer)
+        return self.layers[self.numbers.index(number)].only(attention, mlp)
 
     def check(self) -> None:
         """Call before a step. RuntimeError if it would skip something that was installed on a block since."""

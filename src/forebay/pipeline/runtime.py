@@ -29,8 +29,8 @@ from forebay.pipeline.schedule import (
     RECV_F,
     Action,
     PipelinePlan,
-    turns,
-    turns_of_stages,
+    drain,
+    overlap,
 )
 from forebay.pipeline.sublayer import (
     ExecutionContext,
@@ -41,7 +41,6 @@ from forebay.pipeline.sublayer import (
     StagePass,
     cut,
     has_experts,
-    take_turns,
 )
 
 
@@ -322,10 +321,10 @@ class _RuntimeStep:
             forward, backward = action.parts
             self._overlap_fwd_bwd(forward, backward)
         elif action.kind == FORWARD:
-            _drain(self._forward(action.stage, action.microbatch))
+            drain(self._forward(action.stage, action.microbatch))
         elif action.kind in (BACKWARD, BACKWARD_INPUT):
             with self._deferring_weights(action):
-                _drain(self._backward(action.stage, action.microbatch))
+                drain(self._backward(action.stage, action.microbatch))
         elif action.kind == BACKWARD_WEIGHT:
             for compute in self._deferred_weights.pop((action.stage, action.microbatch), ()):
                 compute()
@@ -337,17 +336,9 @@ class _RuntimeStep:
         ours, other = self._runtime.stages[forward.stage], self._runtime.stages[backward.stage]
         forth = self._forward(forward.stage, forward.microbatch)
         back = self._backward(backward.stage, backward.microbatch)
-        next(back)  # the backward's first transfer goes first, so that the forward's first computation hides it
         forwards = [has_experts(layer) for layer in ours.layers]
         backwards = [has_experts(layer) for layer in reversed(other.layers)]
-        if ours is other:  # in a plan of one stage, the head needs the memory that the backward frees
-            take_turns(turns(forwards, backwards), forth, back)
-            _drain(back)
-            _drain(forth)
-            return
-        take_turns(turns_of_stages(forwards, backwards, ours.epilogue is not None), forth, back)
-        _drain(forth)
-        _drain(back)
+        overlap(forth, back, forwards, backwards, None if ours is other else ours.epilogue is not None)
 
     @contextmanager
     def _deferring_weights(self, action: Action) -> Iterator[None]:
@@ -437,11 +428,6 @@ class _RuntimeStep:
         else:
             assert self._runtime.links is not None
             self._runtime.links.send(message, target, packet)
-
-
-def _drain(computations: Iterator[None]) -> None:
-    for _ in computations:
-        pass
 
 
 def _head(epilogue: Callable[[Tensor, Any], Tensor], x: Pending, data: Any) -> tuple[Tensor, Tensor]:

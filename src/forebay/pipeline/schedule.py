@@ -1,8 +1,8 @@
 """Pipeline schedules as plain lists: what each pipeline rank runs in a step, and in which order.
 
 Input: a schedule's name, the number of pipeline ranks and of microbatches. Output: a read-only `PipelinePlan`, which the
-runtime carries out and the estimator and the tests read; `turns` is the order in which an overlapped forward and backward
-compute. The orders, and the places of sends and receives, are those of `torch.distributed.pipelining.schedules`. torch's
+runtime carries out and the estimator and the tests read; `overlap` runs a forward and a backward
+in turns. The orders, and the places of sends and receives, are those of `torch.distributed.pipelining.schedules`. torch's
 runtime is not used, because it holds receive buffers for every microbatch of a step and every sent tensor until the
 step's end. Nothing here needs a device, a process group or a model.
 """
@@ -269,6 +269,33 @@ def turns_of_stages(forward: Sequence[bool], backward: Sequence[bool], head: boo
     order = turns([*forward, *[False] * head], backward)
     last = len(order) - order[::-1].index("F")
     return [*order[: last + 1], "F", *order[last + 1 :]]
+
+
+def overlap(
+    forward: Iterator[None],
+    backward: Iterator[None],
+    forwards: Sequence[bool],
+    backwards: Sequence[bool],
+    head: bool | None,
+) -> None:
+    """Run a forward and a backward, which stop after each computation, in turns.
+
+    Args:
+        forwards, backwards: for each layer in the order in which it is computed, whether it has experts.
+        head: whether the forward ends with a head. None: of the plan's only stage, where the head needs the memory that the
+            backward frees.
+    """
+    order = turns(forwards, backwards) if head is None else turns_of_stages(forwards, backwards, head)
+    next(backward)  # its first transfer goes first, so that the forward's first computation hides it
+    for turn in order:
+        next(forward if turn == "F" else backward, None)
+    for rest in (backward, forward) if head is None else (forward, backward):
+        drain(rest)
+
+
+def drain(computations: Iterator[None]) -> None:
+    for _ in computations:
+        pass
 
 
 def _spread(places: Sequence[int], number: int) -> Sequence[int]:

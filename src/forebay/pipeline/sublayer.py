@@ -505,9 +505,3 @@ class _MoePass:
 def has_experts(layer: Layer) -> bool:
     """Whether the layer runs in stages."""
     return layer.dispatcher is not None
-
-
-def take_turns(order: Sequence[str], forward: Iterator[None], backward: Iterator[None]) -> None:
-    """Run a forward ("F") and a backward ("B") computation by computation in the given order."""
-    for turn in order:
-        next(forward if turn == "F" else backward, None)

@@ -28,7 +28,7 @@ from forebay.models.families import all_layers, cut_in_two, keep_part
 from forebay.models.router import RouterStats, balance_loss
 from forebay.moe.backends import peers_are_reachable
 from forebay.moe.dispatch import TokenDispatcher
-from forebay.pipeline.model import AttentionOnly, CutLayer, CutModel, Microbatch, MlpOnly
+from forebay.pipeline.model import CutLayer, CutModel, Microbatch
 from forebay.pipeline.p2p import DistLinks, Links, confirmed_by, neighbors
 from forebay.pipeline.partition import Partition, held_by
 from forebay.pipeline.peer_links import PeerLinks, PeerMailboxes, packet_bytes, slots_and_words, slots_of
@@ -430,7 +430,7 @@ class PipelinedGradients(GradientEngine):
         like = [self._cut.hidden(Microbatch(torch.empty(1, tokens), torch.empty(0), 1))]
         return packet_bytes(like + ([*self._balance.like()[0]] if self._balance is not None else []))
 
-    def _layers(self, stage: int) -> list[CutLayer | AttentionOnly | MlpOnly]:
+    def _layers(self, stage: int) -> list[CutLayer]:
         return [self._cut.layer(*layer) for layer in self.partition.layers[stage]]
 
     def _stage(self, number: int) -> Stage:

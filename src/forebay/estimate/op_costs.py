@@ -286,8 +286,8 @@ blocks that are taken in turn. For the shape whose rates are measured (2 x 32 he
 of 1.04 in backward, whose blocks are half as long."""
 _NARROW, _GROWTH = 0.73, 1.65
 """cuDNN's backward takes as long for all columns of a tile, whatever the heads' own: heads of up to 64 take 0.73 of those of up
-to 128, and wider ones grow with this power (192: 1.95). With the tiles above, 12 of 16 shapes are within 8 %, two within 16, and
-two of 512 and 640 tokens take longer (benchmarks/results/captured_kernels.json)."""
+to 128, and wider ones grow with this power (192: 1.95), but with their columns where values have 128. With the tiles above, 14 of
+18 shapes are within 8 %, two within 16, and two of 512 and 640 tokens take longer (benchmarks/results/captured_kernels.json)."""
 
 
 def _attention_padding(query: Tensor, value: Tensor, causal: bool, backward: bool) -> float:
@@ -311,7 +311,10 @@ def _columns_padding(width: int, value_width: int, backward: bool) -> float:
     if not backward:
         return (sum(padded) + _EXPONENTIALS) * 256 / (256 + _EXPONENTIALS) / (width + value_width)
     widest = max(padded)
-    return (_NARROW if widest == _WIDTH else (widest / 128) ** _GROWTH) * 640 / (3 * width + 2 * value_width)
+    longer = _NARROW if widest == _WIDTH else (widest / 128) ** _GROWTH
+    if padded[1] == 128:
+        longer = (3 * widest + 2 * 128) / 640
+    return longer * 640 / (3 * width + 2 * value_width)
 
 
 def _is_unaligned(matrix: Tensor) -> bool:

@@ -62,7 +62,8 @@ def row(name: str, run: RunEstimator) -> dict[str, Any]:
     recomputed = {o.path: o.placement for own in sublayers for o in own if o.placement == "recompute"}
     least = needs(run, recomputed)
     most = max(needs(run, {}), least)
-    times = {part.path: run.machine.seconds(part.trace) for stage in parts.values() for part in stage}
+    clocked = {part.path: run.clock.both_ways(part.trace) for stage in parts.values() for part in stage}
+    times = {path: [time.alone for time in both] for path, both in clocked.items()}
     plain = run.plan.microbatches * sum(map(sum, times.values()))
     every = []
     if math.prod(map(len, sublayers)) <= SMALL:

@@ -254,7 +254,7 @@ class LayerTrace:
 
 @dataclass(frozen=True)
 class SharedTables:
-    """What a model makes once for all of its layers, before the first one runs: masks and rotary tables.
+    """Masks and rotary tables: a model makes them before its first layer, and all layers read them.
 
     Attributes:
         events: in the order of a real run; what they do not free is held until all layers have run.

@@ -522,7 +522,7 @@ class StepWalk:
                 if not stops:
                     self._manager.begin_second_call(run, way)
             if number >= 0 and size:
-                if number not in blocks:  # it would be there if it had got the memory of another
+                if number not in blocks:  # else a freed one has handed its memory to it
                     blocks[number] = malloc(size, self._transfer_stream if number in transferred else self._stream)
             elif number >= 0:
                 self._let_go(run, number, way == "B")

@@ -202,11 +202,9 @@ def _fuses(module: Any, gate_up: Tensor) -> bool:
     """What `experts` will decide; where it decides otherwise, it leaves the edge unused."""
     if setting(module, "forebay_precision", "exact") != "exact":
         return False
-    with torch.no_grad():  # no node of `to_local`: the experts' own has to be younger than the edge
-        down = local(module.down_proj)
     return fuses(
         gate_up,
-        down,
+        payload(module.down_proj),  # no node of `to_local`: the experts' own has to be younger than the edge
         activation=_activation(module),
         interleaved=not module.is_concatenated,
         transposed=module.is_transposed,

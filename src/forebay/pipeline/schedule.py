@@ -1,10 +1,10 @@
 """Pipeline schedules as plain lists: what each pipeline rank runs in a step, and in which order.
 
 Input: a schedule's name, the number of pipeline ranks and of microbatches. Output: a read-only `PipelinePlan`, which the
-runtime carries out and the estimator and the tests read; `overlap` runs a forward and a backward
-in turns. The orders, and the places of sends and receives, are those of `torch.distributed.pipelining.schedules`. torch's
-runtime is not used, because it holds receive buffers for every microbatch of a step and every sent tensor until the
-step's end. Nothing here needs a device, a process group or a model.
+runtime carries out and the estimator and the tests read; `overlap` runs a forward and a backward in turns. The orders, and the
+places of sends and receives, are those of `torch.distributed.pipelining.schedules`. torch's runtime is not used, because it holds
+receive buffers for every microbatch of a step and every sent tensor until the step's end. Nothing here needs a device, a process
+group or a model.
 """
 
 from __future__ import annotations

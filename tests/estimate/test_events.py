@@ -125,6 +125,37 @@ def test_experts_between_pieces_save_what_they_read_as_it_is() -> None:
     assert (1, 10) not in there and (again, 0) in there
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_residual_sum_in_the_front_is_the_last_reader_of_x(shared: bool, compiled: bool) -> None:
+    """Shared experts are added to it there; else combine reads it, which adds the experts' results."""
+    residual = 2 if shared else 0
+    begin, end = Mark.ALL_TO_ALL_BEGIN, Mark.ALL_TO_ALL_END
+    forward: list[Any] = [
+        op((0,), (1, 10)), op((0, 1), (2, 10)), begin, op((1,), (3, 30)), end, op((3,), (4, 30)),
+        begin, op((4, residual), (5, 10)), end,
+    ]  # fmt: skip
+    named = PartEvents(0, 5, 6, -1, {}, (), frozenset({3, 5}))
+    assert part_events(forward, [], named, compiled).front_x is shared
+    assert not part_events(forward[:2], [], named, compiled).front_x
+
+
+def test_dispatch_takes_memory_before_the_weight_gradients_that_hide_it() -> None:
+    """Its result, 9, which autograd's order has after down's gradient, 8, and the rows for it, 7. What it sends, 6, is held."""
+    begin, end = Mark.ALL_TO_ALL_BEGIN, Mark.ALL_TO_ALL_END
+    backward: list[Any] = [
+        op((5,), (6, 60)), Mark.WEIGHT_GRADS, op((5,), (7, 70)), op((7,), (8, 80)), Freed(7),
+        begin, op((6,), (9, 90)), end, Freed(6), op((9,), (12, 10)), Freed(9),
+    ]  # fmt: skip
+    named = PartEvents(0, 4, 5, 12, {8: "down"}, (), frozenset({9}))
+    found = part_events([op((0,), (4, 40))], backward, named, compiled=False).backward
+    assert [n for n, size in found if n >= 0 and size] == [6, 9, 7, 8, 12]
+    assert found.index((6, 0)) > found.index((-1, begin)) and (-1, Mark.WEIGHT_GRADS) not in found
+    undeferred = [entry for entry in backward if entry != Mark.WEIGHT_GRADS]
+    found = part_events([op((0,), (4, 40))], undeferred, named, compiled=False).backward
+    assert [n for n, size in found if n >= 0 and size] == [6, 7, 8, 9, 12]
+
+
 def test_the_piece_before_experts_has_an_order_of_its_own() -> None:
     """Shared experts: both gradients, 8 and 9, come from one kernel, which their products wait for. The experts come first."""
     begin, end = Mark.EXPERTS_BEGIN, Mark.EXPERTS_END

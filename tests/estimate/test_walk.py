@@ -257,22 +257,25 @@ def test_an_engines_tables_are_its_first_products(shared: int, workspaces: int) 
     assert len(run._workspaces) == workspaces
 
 
+@pytest.mark.parametrize("front_x", [False, True])
 @pytest.mark.parametrize("sharing", [ALONE, ENGINE])
-def test_an_engines_front_holds_a_layers_input(sharing: Sharing) -> None:
-    """16 MiB that nothing saves: until the experts begin, else until the layer returns."""
+def test_an_engines_front_holds_a_layers_input(sharing: Sharing, front_x: bool) -> None:
+    """16 MiB that nothing saves: until the experts begin, else until the layer returns. So are the 16 MiB that the sublayer gets,
+    if shared experts are added to them in the front."""
     attention = part(0, "l.0.self_attn", MIB, MIB)
     events = PartEvents(
         forward=((1, MIB), (-1, Mark.EXPERTS_BEGIN), (2, 500 * MIB), (-1, Mark.EXPERTS_END), (3, 16 * MIB), (2, 0)),
         backward=((6, 16 * MIB), (4, 0), (1, 0)),
-        x=0, output=3, gradient=4, dx=6, saved=(0,), weight_grads={}, transferred=NONE,
+        x=0, output=3, gradient=4, dx=6, saved=(), weight_grads={}, transferred=NONE, front_x=front_x,
     )  # fmt: skip
     before = replace(attention, events=replace(attention.events, saved=()))
     mlp = Part("l.0.mlp", 0, events, mlp=True)
     another = part(1, "l.1.self_attn", MIB, MIB)  # the model's own frame holds the first layer's input
     run = replace(rank([another, before, mlp]), sharing=sharing)
     (found,) = (level for level in walk(run, steps=1).levels if level.where == "l.0.mlp forward")
-    held = (1 + 1 + 1 + 500 + 3 * 16) * MIB  # x of both, what is saved, the experts' rows, and the result
-    assert found.allocated == held + (0 if sharing is ENGINE else 16 * MIB)
+    held = (1 + 1 + 1 + 500 + 2 * 16) * MIB  # x of the first, what is saved, the experts' rows, and the result
+    inputs = 16 * MIB * (2 if sharing is ALONE else 0 if front_x else 1)
+    assert found.allocated == held + inputs
 
 
 @pytest.mark.parametrize("saved", [(), (0,)])

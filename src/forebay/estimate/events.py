@@ -27,6 +27,9 @@ def part_events(
             autograd saved.
         no_grad: log of its forward without a graph; not read if `compiled`.
     """
+    begin = next((at for at, entry in enumerate(forward) if entry in (Mark.ALL_TO_ALL_BEGIN, Mark.EXPERTS_BEGIN)), None)
+    if begin is not None:
+        named = replace(named, front_x=not any(isinstance(e, Op) and named.x in e.reads for e in forward[begin:]))
     if compiled:
         made = made_in(forward)
         kept = {n for n in named.saved if n in made}
@@ -102,11 +105,22 @@ def _finished(
     f = _without(f, (named.x, named.output), frees=True)
     b = _without(b, (named.x, named.output, named.gradient), frees=False)
     b += [(n, 0) for n in sorted(set(never_freed)) if n != named.output]  # such as router outputs
-    b = _without(b, (named.dx, named.output), frees=True)
+    b = _dispatch_before_weight_grads(_without(b, (named.dx, named.output), frees=True), named.transferred)
     saved = tuple(n for n in named.saved if n >= 0)
     return replace(
         named, forward=tuple(f), backward=tuple(b), forward_no_grad=tuple(alone), second_run=tuple(second), saved=saved
     )
+
+
+def _dispatch_before_weight_grads(events: Sequence[AllocEvent], transferred: Collection[int]) -> list[AllocEvent]:
+    """A backward whose dispatch' takes memory where an engine calls it: before the experts' weight gradients. What it sends is
+    held until it has arrived."""
+    mark = (-1, Mark.WEIGHT_GRADS)
+    if mark not in events:
+        return list(events)
+    at = events.index(mark)
+    ahead = [event for event in events[at:] if event[1] and event[0] in transferred]
+    return [*events[:at], *ahead, *(event for event in events[at + 1 :] if event not in ahead)]
 
 
 def head_events(forward: Log, backward: Log, named: PartEvents, normed: int, normed_gradient: int) -> PartEvents:

@@ -30,6 +30,7 @@ class Mark(IntEnum):
     DH, GATE_UP_GRAD = 5, 6
     # Before and after an operation of the experts between stages of a MoE sublayer, see `Shape.stages`.
     EXPERTS_BEGIN, EXPERTS_END = 8, 9
+    WEIGHT_GRADS = 10  # in the experts' backward, before weight gradients that wait until dispatch' is under way
 
 
 GPU_BLOCK = 512
@@ -90,6 +91,7 @@ class PartEvents:
         saved: storages that last from forward to backward, in the order in which they are saved; in a compiled sublayer, in which
             they are made.
         experts_x, experts_h: the experts' rows and their first product.
+        front_x: in a MoE sublayer, nothing reads x after the front: the residual sum has the shared experts' results already.
         head_sum: storages of the head's weight gradient, from the loss to the gradient itself.
         reused, reused_in_backward: by a storage that compiled code frees, the later one that takes its memory.
     """
@@ -103,6 +105,7 @@ class PartEvents:
     transferred: frozenset[int]
     experts_x: int = -1
     experts_h: int = -1
+    front_x: bool = False
     forward: tuple[AllocEvent, ...] = ()
     backward: tuple[AllocEvent, ...] = ()
     forward_no_grad: tuple[AllocEvent, ...] = ()

@@ -255,13 +255,13 @@ class StepWalk:
                 self._model_inputs.append(x)
                 run.x = x = None
             output = yield from self._part_forward(run)
-            if x is not None and not self._keeps_input(part):
-                run.x = None
+            if run.x is not None and not self._keeps_input(part):
                 first = nth == 1 and parts[0].path == "embedding" and not engine
                 if part.attention:
-                    (self._model_inputs if first else self._layer_inputs).append(x)
+                    (self._model_inputs if first else self._layer_inputs).append(run.x)
+                    run.x = None
                 else:
-                    self._allocator.free(x)
+                    self._free_input(run)
             if part.balance and not self._run.router_loss:
                 run.balance = self._malloc(part.balance, ACTIVATIONS)
             self._params.leave(part.place, part.mlp, False, microbatch == self._last)
@@ -516,7 +516,7 @@ class StepWalk:
         malloc = self._allocator.malloc
         for number, size in events:
             if due and size:
-                self._end_front(way)
+                self._end_front(way, run)
                 yield from due
                 due = ()
                 if not stops:
@@ -532,7 +532,7 @@ class StepWalk:
                 self._mark(size, run, way, transfers)
             else:
                 if engine:
-                    self._end_front(way)
+                    self._end_front(way, run)
                     yield
                 if way == "B" and transfers:  # the experts' weight gradients have been made
                     self._release_pages(run)
@@ -561,10 +561,21 @@ class StepWalk:
         if weight is None or not self._params.keeps(run.part.place, weight, block):
             self._allocator.free(block)
 
-    def _end_front(self, way: str) -> None:
+    def _end_front(self, way: str, run: PartRun) -> None:
         """An engine's computation has ended: the layer's input is held until its front returns, before its experts run."""
         if way == "F":
+            self._end_stage(run)
             self._allocator.clear(self._layer_inputs)
+
+    def _end_stage(self, run: PartRun) -> None:
+        """The function of an engine's front returns, and frees the sublayer's input if nothing reads it after."""
+        if run.part.events.front_x and not self._keeps_input(run.part):
+            self._free_input(run)
+
+    def _free_input(self, run: PartRun) -> None:
+        if run.x is not None:
+            self._allocator.free(run.x)
+            run.x = None
 
     def _mark(self, mark: int, run: PartRun, way: str, transfers: int) -> None:
         if mark == Mark.MATMUL:
@@ -579,6 +590,8 @@ class StepWalk:
             run.blocks[number] = self._malloc(size)
         elif mark == Mark.ALL_TO_ALL_BEGIN and transfers:
             self._params.compute_experts(run.part.place, False)
+        elif mark == Mark.ALL_TO_ALL_BEGIN and way == "F" and self._run.engine:
+            self._end_stage(run)
 
     @staticmethod
     def _stops(events: Sequence[AllocEvent], stop: Mark | None) -> list[tuple[None, ...]]:

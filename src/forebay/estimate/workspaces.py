@@ -87,7 +87,7 @@ def _experts_backward_workspace(
     dx_steps = _using("rows of dx", rows, (0, 0)) * bool(need_x)
     if deferred:
         again = _using("rows of dy again", rows, *down_steps) if down_steps else []
-        steps += [("rows of dy", 0), *dx_steps, *again, *free_act]
+        steps += [("rows of dy", 0), *dx_steps, (MARK, Mark.WEIGHT_GRADS), *again, *free_act]
     else:
         steps += [*down_steps, ("rows of dy", 0), *free_act, *dx_steps]
     return steps if direct_weights or not need_dh else [*steps, (1, 0), ("dw", 0)]

@@ -143,9 +143,10 @@ def test_a_measured_step_of_an_engine_moves_one_call_at_a_time() -> None:
     assert away(first) == set()
 
 
-def test_everything_is_offloaded_on_request() -> None:
+def test_everything_that_frees_memory_is_offloaded_on_request() -> None:
+    """Not what the last sublayer saves: its backward comes at once."""
     plan = planned(parts(5 * MIB, kept=NAMES[1]), rate=1e-3, least=2 * MIB, everything=True)
-    assert {path for path, _ in plan.offload} == {NAMES[0], NAMES[2]}
+    assert {path for path, _ in plan.offload} == {NAMES[0]}
     assert plan.stall_seconds > 0
 
 

@@ -463,12 +463,15 @@ def test_only_a_call_with_experts_makes_its_largest_item_again() -> None:
     experts = replace(front, key=("mlp", 1), has_experts=True)
     assert (front.largest, front.recompute_frees, front.recompute_seconds) == (-1, 0, 0.0)
     assert (experts.largest, experts.recompute_frees) == (0, 9) and experts.recompute_seconds > 0
-    events = tuple(TimelineEvent(kind, call, 1.0) for kind, call in (("F", 0), ("F", 1), ("B", 1), ("B", 0)))
-    timeline = Timeline((front, experts), events, 1e9, 1e9)
+    after = CallFigures(("norm", 0), (), 1.0)
+    order = (("F", 0), ("F", 1), ("F", 2), ("B", 2), ("B", 1), ("B", 0))
+    timeline = Timeline(
+        (front, experts, after), tuple(TimelineEvent(kind, call, 1.0) for kind, call in order), 1e9, 1e9
+    )
     plan = replace(offload_all(timeline, frozenset({"mlp"})), recompute=frozenset({"mlp"}))
     lookup = PlanLookup.of(plan, timeline, {})
-    assert lookup.items == {("mlp", 0): (9, 4), ("mlp", 1): (4,)}
-    assert lookup.offload == {("mlp", 0): frozenset({0, 1}), ("mlp", 1): frozenset({0})}
+    assert lookup.items == {("mlp", 0): (9, 4), ("mlp", 1): (4,), ("norm", 0): ()}
+    assert lookup.offload == {("mlp", 0): frozenset({0, 1}), ("mlp", 1): frozenset({0}), ("norm", 0): frozenset()}
 
 
 # --- plans that change from step to step ------------------------------------------------------------------------------

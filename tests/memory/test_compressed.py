@@ -66,6 +66,14 @@ def gradients(model: nn.Module, device: str, run: Callable[..., Tensor] | None =
     return [loss.detach(), x.grad, *[p.grad.clone() for p in model.parameters() if p.grad is not None]]
 
 
+BUT_LAST = {"[0-2]": "offload"}  # what the last block saves is read at once, and stays
+
+
+def rounded_but_last(model: nn.Sequential) -> Callable[[Tensor], Tensor]:
+    first = rounded(model[:-1])
+    return lambda x: model[-1](first(x))  # type: ignore[no-any-return]
+
+
 def rounded(model: nn.Module) -> Callable[[Tensor], Tensor]:
     """`model` as autograd runs it, with every saved tensor of rows that is no weight rounded."""
     weights = {p.data_ptr() for p in model.parameters()}
@@ -92,9 +100,9 @@ def test_backward_reads_rounded_rows_and_everything_else_to_the_bit(
     block: Callable[[], nn.Module], passes: int, device: str
 ) -> None:
     plain = network(block, device)
-    exact, wanted = gradients(plain, device, passes=passes), gradients(plain, device, rounded(plain), passes)
+    exact, wanted = gradients(plain, device, passes=passes), gradients(plain, device, rounded_but_last(plain), passes)
     model = network(block, device)
-    mem = manage(model, "offload", device, offload="all", precision="fp8")
+    mem = manage(model, BUT_LAST, device, offload="all", precision="fp8")
     for _ in range(3):
         found = gradients(model, device, passes=passes)
         assert same(found, wanted) and mem.store.live_tickets == 0 and used_bytes(mem.store.pool) == 0
@@ -113,15 +121,15 @@ def test_bytes_counted_by_hand(device: str) -> None:
             return (scaled * scaled.sigmoid()).float().tanh().to(x.dtype)
 
     model = network(Product, device)
-    mem = manage(model, "offload", device, offload="all", precision="fp8")
+    mem = manage(model, BUT_LAST, device, offload="all", precision="fp8")
     for _ in range(3):
         gradients(model, device)
     # A block saves `scaled` and its sigmoid, and tanh's result in fp32.
     rows, exact = ROWS * WIDTH, ROWS * WIDTH * 4
     report = mem.report()
-    assert report.planned_bytes == 4 * (2 * rows * 2 + exact)
-    assert report.moved_bytes == 4 * (2 * encoded_width(rows) + exact)
-    assert report.saved_bytes_by_placement == {"offload": report.moved_bytes}
+    assert report.planned_bytes == 3 * (2 * rows * 2 + exact)
+    assert report.moved_bytes == 3 * (2 * encoded_width(rows) + exact)
+    assert report.saved_bytes_by_placement["offload"] == report.moved_bytes
     assert encoded_width(rows) == rows * 2 * 33 / 64
 
 
@@ -134,12 +142,12 @@ def test_a_forward_that_runs_again_reads_its_inputs_to_the_bit(device: str) -> N
     assert mem.report().moved_bytes == 4 * ROWS * WIDTH * 2
     model = network(Mixed, device)
     # The input of region 1 is saved by region 1 and by region 2, whichever comes first.
-    mem = manage(model, {"?": "offload", "2": "recompute+offload"}, device, offload="all", precision="fp8")
+    mem = manage(model, {**BUT_LAST, "2": "recompute+offload"}, device, offload="all", precision="fp8")
 
     def mixed(x: Tensor) -> Tensor:
-        for index, block in enumerate(plain):
+        for index, block in enumerate(plain[:-1]):
             x = checkpoint(block, x, use_reentrant=False) if index == 2 else rounded(block)(x)
-        return x
+        return plain[-1](x)  # type: ignore[no-any-return]
 
     for _ in range(3):
         assert same(gradients(model, device), gradients(plain, device, mixed))

@@ -210,9 +210,10 @@ def is_symmetric(config: Config) -> bool:
 # (benchmarks/results: blind_called_again.json, planner_hf_*). The same run takes up to 1.6 times as long on another host.
 KERNEL = 0.2
 """What each kernel adds."""
-SUBLAYER, SUBLAYER_DIRECT = 150, 90
+SUBLAYER, SUBLAYER_PIPELINE, SUBLAYER_DIRECT = 150, 110, 90
 """The host's work in a sublayer's forward or backward that does not grow with its kernels: modules, hooks, autograd, guards. Less
-where it is compiled, or an engine calls it without dispatch between processes and without a pipeline."""
+in a pipeline: five that their hosts limit (draws 32 to 35) took 0.85 times what 150 makes of them, and their code needs 0.89 times
+the host's time since. Least where it is compiled, or an engine calls it without dispatch between processes."""
 CUT = 15
 """The same for a sublayer that is split at the token dispatcher."""
 ALL_TO_ALL = 6
@@ -266,10 +267,12 @@ class LayerTimer:
 
     def sublayer(self, part: PartTrace, placement: str) -> tuple[KernelTime, KernelTime]:
         config = self.config
-        direct = config.memory.compile or (config.has_engine and config.parallel.ep * config.parallel.pp == 1)
+        p = config.parallel
+        direct = config.memory.compile or (config.has_engine and p.ep * p.pp == 1)
+        calling = SUBLAYER_DIRECT if direct else SUBLAYER_PIPELINE if p.pp > 1 else SUBLAYER
         tensors = len(part.events.saved) if part.events is not None else 1
         storing = {"offload": OFFLOADED * tensors, "stash": STASHED}.get(placement, 0.0)
-        around = (SUBLAYER_DIRECT if direct else SUBLAYER) + CUT * config.cuts_at_dispatch + storing
+        around = calling + CUT * config.cuts_at_dispatch + storing
         ahead, back = self.clock.both_ways(part)
         forward = self._launched(ahead, around + _transfers(part.forward_ops))
         backward = self._launched(back, around + _transfers(part.backward_ops))

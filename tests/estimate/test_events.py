@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from forebay.estimate.events import cut_nearest, head_events, part_events
+from forebay.estimate.events import cut_nearest, head_events, part_events, split_backward
 from forebay.estimate.types import Freed, Mark, NewStorage, Op, PartEvents
 
 NONE = frozenset[int]()
@@ -150,10 +151,29 @@ def test_dispatch_takes_memory_before_the_weight_gradients_that_hide_it() -> Non
     named = PartEvents(0, 4, 5, 12, {8: "down"}, (), frozenset({9}))
     found = part_events([op((0,), (4, 40))], backward, named, compiled=False).backward
     assert [n for n, size in found if n >= 0 and size] == [6, 9, 7, 8, 12]
-    assert found.index((6, 0)) > found.index((-1, begin)) and (-1, Mark.WEIGHT_GRADS) not in found
+    assert found.index((6, 0)) > found.index((-1, begin))
     undeferred = [entry for entry in backward if entry != Mark.WEIGHT_GRADS]
     found = part_events([op((0,), (4, 40))], undeferred, named, compiled=False).backward
     assert [n for n, size in found if n >= 0 and size] == [6, 7, 8, 9, 12]
+
+
+@pytest.mark.parametrize("transferred", [False, True])
+def test_what_waits_for_deferred_weight_gradients(transferred: bool) -> None:
+    """Their gathered rows, 8 and 10, and frees of their operands: h, 2, the activation, 7, and the experts' rows and gradient,
+    which are copies if they were transferred, else the sublayer's own. The order of marks stays."""
+    begin, end, weights = ((-1, m) for m in (Mark.EXPERTS_BEGIN, Mark.EXPERTS_END, Mark.WEIGHT_GRADS))
+    first = (begin, (7, 70), (6, 60))
+    rows = ((8, 80), (9, 90), (8, 0), (7, 0), (9, 0), (10, 80), (11, 90), (10, 0), (2, 0), (11, 0))
+    rest = ((12, 10), (1, 0), (6, 0), (5, 0))
+    backward = (*first, weights, *rows[:4], end, rows[4], begin, *rows[5:8], end, *rows[8:], *rest)
+    names = {9: "mlp.experts.down_proj", 11: "mlp.experts.gate_up_proj"}
+    copies = frozenset({6} if transferred else ())
+    events = PartEvents(0, 4, 5, 12, names, (1, 2), copies, experts_x=1, experts_h=2, backward=backward)
+    now, later = split_backward(events)
+    held = () if transferred else ((5, 0), (1, 0))
+    assert now == (*first, weights, end, begin, end, *(e for e in rest if e not in held))
+    assert later == (*rows, *held)
+    assert split_backward(replace(events, backward=rest)) == (rest, ())
 
 
 def test_the_piece_before_experts_has_an_order_of_its_own() -> None:

@@ -17,7 +17,7 @@ from forebay.estimate.parts import Part, placed_parts
 from forebay.estimate.rank_run import RankRun
 from forebay.estimate.state import Sharing, weight_shapes
 from forebay.estimate.trace import layers_path, trace_model
-from forebay.estimate.types import Mark, PartEvents, PartTrace, Shape, SharedTables, StageLayers
+from forebay.estimate.types import Mark, PartEvents, Shape, SharedTables, StageLayers
 from forebay.estimate.walk import WORKSPACE, AllocatorRun, shortened, walk
 from forebay.managed import manage
 from forebay.pipeline.partition import StageLayer
@@ -454,14 +454,20 @@ def test_segments_grow_if_the_trainer_has_them_grow() -> None:
 
 @pytest.mark.parametrize("actions", [("F", "RECV_B", "B"), ("F", "RECV_B", "I", "W")], ids="-".join)
 def test_weight_gradients_in_place_are_never_allocated(actions: tuple[str, ...]) -> None:
-    """gate_up's 400 and down's 200 MiB are made after dx, each of 130 MiB of rows; deferred, they wait with 20."""
-    made = ((1, 50 * MIB), (3, 16 * MIB))
-    backward = ((6, 16 * MIB), (4, 0), (11, 200 * MIB), (11, 0), (10, 400 * MIB), (10, 0), (1, 0))
+    """gate_up's 400 and down's 200 MiB, each of 130 MiB of rows. Deferred, they wait with 50 that the forward saved, 8 that the
+    backward made, and the gradient that came; what else it made is gone."""
+    begin, end, weights = (-1, Mark.EXPERTS_BEGIN), (-1, Mark.EXPERTS_END), (-1, Mark.WEIGHT_GRADS)
+    made = ((1, 50 * MIB), begin, end, (3, 16 * MIB))
+    rows = 130 * MIB
+    backward = (
+        begin, (7, 8 * MIB), (6, 16 * MIB), weights, (8, rows), (11, 200 * MIB), (8, 0), (7, 0), end, (11, 0),
+        begin, (9, rows), (10, 400 * MIB), (9, 0), end, (1, 0), (10, 0), (12, 30 * MIB), (12, 0), (4, 0),
+    )  # fmt: skip
     events = PartEvents(
-        x=0, output=3, gradient=4, dx=6, saved=(0,), weight_grads=EXPERTS, transferred=NONE,
+        x=0, output=3, gradient=4, dx=6, saved=(0,), weight_grads=EXPERTS, transferred=NONE, experts_x=1,
         forward=made, backward=backward, forward_no_grad=made,
     )  # fmt: skip
-    sublayer = Part("l.0.mlp", 0, events, trace=PartTrace(0, 0, deferred=(20 * MIB,), token_rows=130 * MIB), mlp=True)
+    sublayer = Part("l.0.mlp", 0, events, mlp=True)
 
     def most(summed: int) -> int:
         given = RankRun(
@@ -475,7 +481,6 @@ def test_weight_gradients_in_place_are_never_allocated(actions: tuple[str, ...])
         return walk(given, steps=1).peak.allocated
 
     whole, in_place = most(2), most(4)
-    if "W" in actions:  # beside what waits, and the dx that was sent
-        assert (whole, in_place) == ((20 + 16 + 400) * MIB, (20 + 16 + 130) * MIB)
-    else:  # in place the peak_of moment is dx's making, beside x, the gradient that came and what was sent before
-        assert (whole, in_place) == ((50 + 3 * 16 + 400) * MIB, (50 + 4 * 16) * MIB)
+    # The gradient that came and dx; not deferred, x and what was sent before as well.
+    there = rows + (50 + (2 if "W" in actions else 4) * 16) * MIB
+    assert (whole, in_place) == (there + 400 * MIB, there + 8 * MIB)

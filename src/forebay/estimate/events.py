@@ -16,6 +16,8 @@ from forebay.estimate.buffer_reuse import reused
 from forebay.estimate.kernel_order import least_peak_order
 from forebay.estimate.types import AllocEvent, Freed, Log, Mark, NewStorage, Op, PartEvents, made_in
 
+_WEIGHT_GRADS: AllocEvent = (-1, Mark.WEIGHT_GRADS)
+
 
 def part_events(
     forward: Log, backward: Log, named: PartEvents, compiled: bool, no_grad: Log | None = None
@@ -115,12 +117,30 @@ def _finished(
 def _dispatch_before_weight_grads(events: Sequence[AllocEvent], transferred: Collection[int]) -> list[AllocEvent]:
     """A backward whose dispatch' takes memory where an engine calls it: before the experts' weight gradients. What it sends is
     held until it has arrived."""
-    mark = (-1, Mark.WEIGHT_GRADS)
-    if mark not in events:
+    if _WEIGHT_GRADS not in events:
         return list(events)
-    at = events.index(mark)
+    at = events.index(_WEIGHT_GRADS)
     ahead = [event for event in events[at:] if event[1] and event[0] in transferred]
-    return [*events[:at], *ahead, *(event for event in events[at + 1 :] if event not in ahead)]
+    return [*events[:at], *ahead, *(event for event in events[at:] if event not in ahead)]
+
+
+def split_backward(events: PartEvents) -> tuple[tuple[AllocEvent, ...], tuple[AllocEvent, ...]]:
+    """The events of a backward without the experts' weight gradients, and those of what it leaves for later: rows gathered for a
+    gradient, the gradients, and frees of what they are made of. The latter are empty if nothing can wait."""
+    backward = events.backward
+    if _WEIGHT_GRADS not in backward:
+        return backward, ()
+    begin = backward.index(_WEIGHT_GRADS)
+    end = max(at for at, event in enumerate(backward) if event == (-1, Mark.EXPERTS_END)) + 1
+    while end < len(backward) and backward[end][0] >= 0 and not backward[end][1]:
+        end += 1
+    later = [event for event in backward[begin:end] if event[0] >= 0]
+    if not events.transferred:  # else they read copies that arrived
+        later += [(events.gradient, 0), (events.experts_x, 0)]
+    held = {event for event in later if not event[1]}
+    marks = (event for event in backward[begin:end] if event[0] < 0)
+    rest = (event for event in backward[end:] if event not in held)
+    return (*backward[:begin], *marks, *rest), tuple(later)
 
 
 def head_events(forward: Log, backward: Log, named: PartEvents, normed: int, normed_gradient: int) -> PartEvents:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from forebay.estimate.events import split_backward
 from forebay.estimate.types import AllocEvent, Mark, ModelTrace, PartEvents, PartTrace, SharedTables, StageLayers
 
 _EXPERT_MATRICES = ("experts.gate_up_proj", "experts.down_proj")
@@ -59,8 +60,13 @@ class Part:
 
     @cached_property
     def without_expert_grads(self) -> tuple[AllocEvent, ...]:
-        """The events of a backward whose experts' weight gradients are made elsewhere, or in the memory of their sum."""
+        """The events of a backward whose experts' weight gradients are made in the memory of their sum."""
         return tuple(event for event in self.events.backward if event[0] not in self.expert_grads)
+
+    @cached_property
+    def split_backward(self) -> tuple[tuple[AllocEvent, ...], tuple[AllocEvent, ...]]:
+        """See `forebay.estimate.events.split_backward`; nothing waits if no matrix of the experts is trained."""
+        return split_backward(self.events) if self.expert_grads else (self.events.backward, ())
 
     @property
     def pages(self) -> int:

@@ -518,28 +518,19 @@ class TraceRun:
         return self._open.pop("light")
 
     def _size_rows(self, part: _TracedPart, site: SublayerCallSite) -> None:
-        """Fill in `stash`, `deferred` and `token_rows` of a MoE sublayer's trace."""
+        """Fill in `stash` of a MoE sublayer's trace."""
         dispatcher = self._dispatcher
-        if dispatcher is None:
+        if dispatcher is None or dispatcher.size == 1:
             return
         experts: Any = moe_blocks(site.module)[0].experts
         hidden, size = self.model.config.get_text_config().hidden_size, experts.gate_up_proj.element_size()
         width = experts.gate_up_proj[0].numel() // hidden  # of h
-        shared = dispatcher.size > 1
-        rows = dispatcher.rows if shared else dispatcher.tokens  # on one rank, rows are the tokens themselves
-        slots = dispatcher.slots if shared else dispatcher.live_slots
-        capacity = size * (rows * hidden + slots * width)
+        capacity = size * (dispatcher.rows * hidden + dispatcher.slots * width)
         arrive = PAGE * sum(
             -(-rows // (PAGE // (size * wide)))  # a page has whole rows of one tensor
             for rows, wide in ((dispatcher.live_rows, hidden), (dispatcher.live_slots, width))
         )
-        part.trace = replace(
-            part.trace,
-            stash=(capacity, arrive) if shared else (0, 0),
-            # The rows of x and of dy, the gradient of h, and the activation.
-            deferred=tuple(size * n for n in (rows * hidden, rows * hidden, slots * width, slots * (width // 2))),
-            token_rows=size * slots * hidden,
-        )
+        part.trace = replace(part.trace, stash=(capacity, arrive))
 
     def _head(self, hidden: Tensor, labels: Tensor) -> Tensor:
         hidden = getattr(self.base, final_norm(self.base))(hidden)

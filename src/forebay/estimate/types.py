@@ -203,8 +203,6 @@ class PartTrace:
         light: the part under light recomputation of the experts; None if it has none.
         stash: bytes of the experts' x and h in buffers of the capacity, and of pages with the rows that arrive; (0, 0) without
             expert parallelism.
-        deferred: bytes of each tensor that deferred weight gradients of the experts keep (`forebay.moe.wgrad`).
-        token_rows: bytes of the gathered rows that one of the experts' weight gradients needs while it is made.
         given: places in `SharedTables.given` of what it gets as an argument.
     """
 
@@ -212,8 +210,6 @@ class PartTrace:
     inputs: int
     light: PartTrace | None = None
     stash: tuple[int, int] = (0, 0)
-    deferred: tuple[int, ...] = ()
-    token_rows: int = 0
     given: tuple[int, ...] = ()
     forward_ops: tuple[OpCost, ...] = ()
     backward_ops: tuple[OpCost, ...] = ()

@@ -190,8 +190,8 @@ class StepWalk:
         self._model_inputs: list[Block] = []
         # What a layer's caller holds until it returns, in an engine until its front does.
         self._layer_inputs: list[Block] = []
-        # Deferred weight gradients of split backwards: transient bytes of making each, and the tensors that they wait with.
-        self._deferred: dict[tuple[int, int], list[tuple[list[int], list[Block]]]] = {}
+        # Deferred weight gradients of split backwards: parts with the blocks that they wait with.
+        self._deferred: dict[tuple[int, int], list[PartRun]] = {}
         self._paged = memory.arena is not None
         self.most_stashed = self._stashed = 0
         self._last = max((a.microbatch for action in run.actions for a in action.each), default=0)
@@ -209,10 +209,8 @@ class StepWalk:
                 case "B" | "I":
                     drain(self._backward(action.stage, action.microbatch, action.kind == "I"))
                 case "W":
-                    for transient, blocks in self._deferred.pop((action.stage, action.microbatch), ()):
-                        for size in transient:
-                            self._allocator.free(self._malloc(size))
-                        self._allocator.clear(blocks)
+                    for run in self._deferred.pop((action.stage, action.microbatch), ()):
+                        self._make_weight_grads(run)
                     self._memory.note(self._action, "weight gradients")
                 case "RECV_F" | "RECV_B" if not self._run.sharing.slot_bytes:
                     self._arrived[action.kind[-1], action.stage, action.microbatch] = self._malloc(self._run.hidden)
@@ -376,7 +374,7 @@ class StepWalk:
         dy = self._arrived.pop(("B", stage, microbatch), None)
         if dy is None:
             dy = self._malloc(self._run.hidden)
-        waiting: list[tuple[list[int], list[Block]]] = []
+        waiting: list[PartRun] = []
         while runs:
             run = runs.pop()
             part = run.part
@@ -392,14 +390,9 @@ class StepWalk:
             self._params.enter(part.place, part.mlp, True)
             if part.with_previous:
                 run.x = yield from self._recompute(runs[-1])
-            deferred = split and bool(part.trace.deferred)
-            dx = yield from self._part_backward(run, dy, deferred)
-            if deferred:
-                # Gradients that are added to a sum as they are made need rows of tokens only.
-                rows = [part.trace.token_rows] * len(part.expert_grads)
-                transient = rows if self._run.sharing.adds_in_place else [*part.expert_grads.values()]
-                blocks = [self._malloc(size, ACTIVATIONS) for size in part.trace.deferred]
-                waiting.append((transient, blocks))
+            dx = yield from self._part_backward(run, dy, split)
+            if run.blocks:
+                waiting.append(run)
             self._params.leave(part.place, part.mlp, True, microbatch == self._last)
             self._end_part("backward")
             if dx is None:
@@ -418,10 +411,9 @@ class StepWalk:
             self._token_grads.append(dy)
             self._allocator.set_role(dy, GRADIENTS)
 
-    def _part_backward(self, run: PartRun, dy: Block, deferred: bool) -> Generator[None, None, Block | None]:
-        """The gradient of its input. `deferred`: without the experts' weight gradients."""
+    def _part_backward(self, run: PartRun, dy: Block, split: bool) -> Generator[None, None, Block | None]:
+        """The gradient of its input. `split`: without the experts' weight gradients, for which `run` holds blocks then."""
         part, events, blocks = run.part, run.part.events, run.blocks
-        elsewhere = deferred or (self._run.sharing.adds_in_place and part.trace.deferred)
         if part.placement == "recompute" and not blocks and events.second_run:
             yield from self._play(run, events.second_run, "again")
         elif part.placement == "recompute" and not blocks:
@@ -429,10 +421,29 @@ class StepWalk:
         blocks[events.gradient] = dy
         if run.x is not None:
             blocks[events.x] = run.x
-        yield from self._play(run, part.without_expert_grads if elsewhere else events.backward, "B")
+        now, later = part.split_backward
+        if not split:
+            now = part.without_expert_grads if self._run.sharing.adds_in_place and later else events.backward
+            later = ()
+        yield from self._play(run, now, "B")
+        waiting = {n: blocks.pop(n) for n, size in later if not size and n in blocks}
         dx = self._take_dx(run)
+        for block in waiting.values():
+            self._allocator.set_role(block, ACTIVATIONS)
+        run.blocks = waiting
         self._allocator.free_all(block for block in (run.balance, *run.shared, *run.held) if block is not None)
         return dx
+
+    def _make_weight_grads(self, run: PartRun) -> None:
+        """Deferred ones. Gradients that are added to a sum as they are made need rows of tokens only."""
+        part, blocks = run.part, run.blocks
+        summed = part.expert_grads if self._run.sharing.adds_in_place else {}
+        for number, size in part.split_backward[1]:
+            if size and number not in blocks and number not in summed:
+                blocks[number] = self._malloc(size)
+            elif not size:
+                self._let_go(run, number, True)
+        self._allocator.free_all(blocks.values())
 
     def _take_dx(self, run: PartRun) -> Block | None:
         """The gradient of the input; all else that is left of a backward is freed."""

@@ -212,8 +212,8 @@ KERNEL = 0.2
 """What each kernel adds."""
 SUBLAYER, SUBLAYER_PIPELINE, SUBLAYER_DIRECT = 150, 110, 90
 """The host's work in a sublayer's forward or backward that does not grow with its kernels: modules, hooks, autograd, guards. Less
-in a pipeline: five that their hosts limit (draws 32 to 35) took 0.85 times what 150 makes of them, and their code needs 0.89 times
-the host's time since. Least where it is compiled, or an engine calls it without dispatch between processes."""
+in a pipeline: five that their hosts limit (draws 32 to 35) took 0.85 times what 150 makes of them, and their code has needed 0.89
+times the host's time since. Least where it is compiled, or an engine calls it without dispatch between processes."""
 CUT = 15
 """The same for a sublayer that is split at the token dispatcher."""
 ALL_TO_ALL = 6

@@ -173,7 +173,7 @@ class Memory:
     compile: bool = key(False, "Compile the decoder layers.")
     offload: str = key(
         "fit",
-        "'fit' offloads what the link to the host carries without making the GPU wait and lowers the peak, 'all' everything.",
+        "'fit' offloads what the link to the host carries without making the GPU wait and lowers the peak, 'all' what frees memory at all.",
         choices=("fit", "all"),
     )
     recompute: str = key(

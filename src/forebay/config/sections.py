@@ -173,7 +173,8 @@ class Memory:
     compile: bool = key(False, "Compile the decoder layers.")
     offload: str = key(
         "fit",
-        "'fit' offloads what the link to the host carries without making the GPU wait and lowers the peak, 'all' what frees memory at all.",
+        "'fit' offloads what the link to the host carries without making the GPU wait and lowers the peak, 'all' all that frees "
+        "memory.",
         choices=("fit", "all"),
     )
     recompute: str = key(

@@ -379,9 +379,11 @@ class TurnSchedule(CopySchedule):
         self.needed, self.window = self.step.backward, window
         self._out_rate, self._back_rate = step.timeline.out_rate, step.timeline.back_rate
         self.starts, self._stall = self._copy_out(self.seconds, [0.0] * (len(self.events) + 1))
-        # What has not left when it is needed again frees nothing, and the backward would wait for the rest of its copy.
-        self.offload = {c: self.offload[c] for c in self.released}
-        self.bytes = {c: self.bytes[c] for c in self.released}
+        if self._out_rate < inf:
+            # What has not left when it is needed again frees nothing, and the backward would wait for the rest of its copy. On a
+            # CPU nothing is ever under way.
+            self.offload = {c: self.offload[c] for c in self.released}
+            self.bytes = {c: self.bytes[c] for c in self.released}
         if window is None:
             self._fetch_just_in_time()
         else:

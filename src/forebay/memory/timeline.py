@@ -378,12 +378,13 @@ class TurnSchedule(CopySchedule):
         super().__init__(step, assignment, _COPY_SLACK)
         self.needed, self.window = self.step.backward, window
         self._out_rate, self._back_rate = step.timeline.out_rate, step.timeline.back_rate
-        self.starts, self._stall = self._copy_out(self.seconds, [0.0] * (len(self.events) + 1))
         if self._out_rate < inf:
-            # What has not left when it is needed again frees nothing, and the backward would wait for the rest of its copy. On a
-            # CPU nothing is ever under way.
-            self.offload = {c: self.offload[c] for c in self.released}
-            self.bytes = {c: self.bytes[c] for c in self.released}
+            # The backward at the turn reads at once what its forward saved: a copy of that frees nothing. Copies that are late by
+            # chance are made all the same: with rows in 8 bits the same rows must be rounded in each run. On a CPU a copy takes no
+            # time.
+            self.offload = {c: items for c, items in self.offload.items() if self.needed[c] > step.turn}
+            self.bytes = {c: self.bytes[c] for c in self.offload}
+        self.starts, self._stall = self._copy_out(self.seconds, [0.0] * (len(self.events) + 1))
         if window is None:
             self._fetch_just_in_time()
         else:

@@ -272,6 +272,9 @@ _FOREACH: _Rate = (0.93, 3.2e12)
 _CHUNKS, _CHUNKS_CONVERTED = 1.25, 2.2
 """How much longer than a copy FSDP2's `chunk_cat` takes for the bytes that it reads and writes: as they are 3.4 TB/s, and 1.7 and
 2.1 from bf16 to fp32 (benchmarks/results/nccl_links.json)."""
+_REDUCE_BESIDE: Mapping[int, float] = MappingProxyType({2: 0.74})
+"""By GPUs, the share of its rate that a reduce-scatter reaches beside FSDP2's other kernels: 213 of 289 GB/s between two H200s
+(benchmarks/results/nccl_links.json). On four, FSDP2 is planned within 10 % with the rate of an engine's, which runs alone."""
 
 
 @dataclass(frozen=True)
@@ -445,7 +448,10 @@ class ShardingTime:
             return TransferTime(self.device.moving(moved), across)
         moved = self._chunked(elements) + elements / processes * (s.summed + s.parameter)
         sent = elements * s.summed * (processes - 1) / processes
-        inside = sent / self.device.link("reduce_scatter", self._within, processes)
+        rate = self.device.link("reduce_scatter", self._within, processes)
+        if not s.engine:
+            rate *= _REDUCE_BESIDE.get(processes, 1.0)
+        inside = sent / rate
         return TransferTime(self.device.moving(moved), inside + across if s.engine else max(inside, across))
 
     def _chunked(self, elements: int) -> float:

@@ -21,10 +21,11 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers import PreTrainedModel
 
-from forebay.memory.hooks import Manager, check_claims
+from forebay.memory.hooks import Manager
 from forebay.memory.overrides import CallSite, ForwardFn, InnerForward, install, is_managed, is_patched
 from forebay.memory.page_store import PageStore
 from forebay.memory.profiler import Profiler, SavedProfile
+from forebay.memory.refusals import check_claims
 from forebay.memory.step import StepReport
 from forebay.memory.timeline import Plan
 from forebay.models.blocks import Sublayers, install_sublayers

@@ -19,19 +19,19 @@ from functools import partial
 from typing import Any, NoReturn
 
 import torch
-from torch import nn
 from torch.autograd import Variable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
-from torch.utils.checkpoint import checkpoint
 
 from forebay.memory.autotune import Autotuner, TuneState
+from forebay.memory.call_growth import CallGrowth
 from forebay.memory.host_store import HostStore
 from forebay.memory.host_ticket import Ticket, TicketState
 from forebay.memory.overrides import CallSite
 from forebay.memory.recompute import recomputed
 from forebay.memory.recorder import TimelineRecorder
+from forebay.memory.refusals import check_claims, foreign_saved_tensor_hooks, refuse_nested_checkpointing
 from forebay.memory.step import KnownStorage, Region, RegionCall, Step, StepReport, Transfers
 from forebay.memory.storage import (
     RegionWeights,
@@ -51,7 +51,6 @@ from forebay.policy import RECOMPUTE_AND_OFFLOAD, Claim, PolicyError
 
 _MIN_BYTES_CUDA = 1 << 20  # a 1 MiB copy reaches 40 of 55 GB/s (H200); below that launches cost more than they free
 _RECOMPUTED = ("recompute", RECOMPUTE_AND_OFFLOAD)
-_CHECKPOINT = "activation checkpointing of the caller's"
 _MAX_SHARING_DISTANCE = 2  # calls; a storage that is saved again within so many calls may still be offloaded
 
 
@@ -125,16 +124,13 @@ class Manager:
         self._backward_task = -1  # autograd's number of the backward that runs, or ran last
         self._reached: set[int] = set()  # forwards of the step that it goes through
         self._base: int | None = None  # bytes allocated before the step that is about to begin
-        self._saved_by: dict[Key, int] = {}  # bytes, in the last measured step
-        self._lengths: dict[Key, int] = {}  # bytes of inputs that carry gradients, in the last measured step
-        self._trained = 0  # most trained weights so far
         self._shared: set[Key] = set()  # calls with a storage that another call of the same step saves too
         # Held to end and begin a step: threads may run forwards of one model at once, and all find that a step is over.
         self._between_steps = threading.RLock()
         self._manage_on(device)
         for region in self._regions.values():
             if region.placement in _RECOMPUTED:
-                _refuse_nested_checkpointing(region.path, region.site.module)
+                refuse_nested_checkpointing(region.path, region.site.module)
         for region in self._regions.values():
             self._install(region)
 
@@ -150,6 +146,7 @@ class Manager:
         self.tuner = Autotuner(
             self.store, placements, self._budget, self._offload, self._switch_light, self._transfers.mark
         )
+        self._growth = CallGrowth(self.tuner, self._budget)
         self._step = Step(self._backwards)
         self._ended = False  # `end_step` of the last step was called
         self._followed: Plan | None = None  # in the last step
@@ -235,17 +232,8 @@ class Manager:
         if device != self._device and device.type != "meta":
             self._move_to(device)
         if torch.is_grad_enabled():
-            self._count_trained(model)
+            self._growth.count_trained(model)
             self.step_begins(gathered_bytes(model))
-
-    def _count_trained(self, model: torch.nn.Module) -> None:
-        """A plan for fewer trained weights is outgrown: calls save more, and those of frozen layers were no calls of a step."""
-        if self._budget is None:
-            return
-        trained = sum(weight.requires_grad for weight in model.parameters())
-        # Adapters may take turns: only more than ever counts.
-        self.tuner.outgrown = self.tuner.outgrown or (self.plan is not None and trained > self._trained)
-        self._trained = max(self._trained, trained)
 
     def step_begins(self, own: int = 0) -> None:
         """A step begins with the next region, if the last one is over: it is planned now, and what is allocated now is its base.
@@ -379,16 +367,14 @@ class Manager:
             if recorder is not None and recorder.reads_inputs:
                 recorder.entered(call.key, self._input_bytes(args, kwargs))
             if self._saves_nothing_new(call, placement):
-                self._compare_inputs(call, args, kwargs)
+                self._growth.compare_inputs(call, args, kwargs)
                 out = forward(*args, **kwargs)
             else:
                 out = self._run_packed(region, call, forward, args, kwargs)
             if (recording := self._recording) is not None:  # once: a thread may begin the next step now
                 is_light, mark = region.light is not None, self._transfers.mark
                 recording.region_left(call.key, call.items, is_light, has_experts, mark)
-                self._saved_by[call.key] = sum(call.items)
-                self._lengths[call.key] = length = self._length_of(args, kwargs)
-                self.tuner.length = max(self.tuner.length, length)
+                self._growth.record(call, args, kwargs)
         except BaseException:
             call.abandoned = True  # the traceback holds the call, for as long as the caller keeps it
             raise
@@ -415,7 +401,7 @@ class Manager:
         self._transfers.send(call)
         self._step.saved_bytes += sum(call.items)
         if self.plan is not None:
-            self._compare_items(call, args, kwargs)
+            self._growth.compare_items(call, args, kwargs)
         return out
 
     def _watch(self, call: RegionCall, out: Any) -> None:
@@ -430,12 +416,12 @@ class Manager:
                 call.hooks.append(leaf.register_hook(begin))
 
     def _is_unmanaged_here(self, region: Region) -> bool:
-        """Whether the region runs where its saved tensors belong to others; see `_foreign_saved_tensor_hooks`.
+        """Whether the region runs where its saved tensors belong to others; see `foreign_saved_tensor_hooks`.
 
         Raises:
             PolicyError: there is a budget, which would not hold.
         """
-        others = _foreign_saved_tensor_hooks()
+        others = foreign_saved_tensor_hooks()
         if others is None:
             return False
         if region.placement in ("keep", "recompute"):
@@ -472,7 +458,7 @@ class Manager:
         if placement != "recompute":
             if call.key in self._shared:
                 return False
-            self._step.saved_bytes += self._saved_by.get(call.key, 0)
+            self._step.saved_bytes += self._growth.saved_bytes(call.key)
         return True
 
     def _weights_of(self, region: Region) -> RegionWeights:
@@ -584,39 +570,6 @@ class Manager:
         elif call.key != saved.key:
             recorder.share(saved.key, call.key)
 
-    def _growth_of_inputs(self, call: RegionCall, args: Any, kwargs: Any) -> float:
-        """How many times the measured bytes a call's inputs have: a longer batch. 1 if that is not known."""
-        then = self._lengths.get(call.key)
-        return self._length_of(args, kwargs) / then if then else 1.0
-
-    def _length_of(self, args: Any, kwargs: Any) -> int:
-        """Bytes of a call's hidden states. Not of masks, which come and go with padding, and of rotary tables."""
-        tensors = (t for t in tree_leaves((args, kwargs)) if isinstance(t, torch.Tensor) and t.requires_grad)
-        return sum(t.nbytes for t in tensors if not isinstance(t, nn.Parameter))
-
-    def _compare_inputs(self, call: RegionCall, args: Any, kwargs: Any) -> None:
-        """Tell the tuner of a longer batch under a plan that offloads nothing: its calls run without hooks, so only their inputs
-        tell. It holds as long as its peak stays within the budget."""
-        plan = self.plan  # once: another thread may drop it
-        if self._budget is not None and plan is not None and not plan.offload:
-            growth = self._growth_of_inputs(call, args, kwargs)
-            if plan.peak_bytes * growth > self._budget:
-                self.tuner.call_grew(growth)
-
-    def _compare_items(self, call: RegionCall, args: Any, kwargs: Any) -> None:
-        """Tell the tuner if the call saved more than was measured."""
-        measured = self.tuner.lookup.items.get(call.key, ())
-        if tuple(call.items) == measured:
-            return
-        growth = self._growth_of_inputs(call, args, kwargs)
-        self.tuner.call_grew(growth)
-        if len(call.items) > len(measured):  # a longer batch has fewer items below the size floor
-            exceeds = growth <= 1.0
-        else:
-            most = self.tuner.allowed_growth
-            exceeds = any(then and now > most * then for now, then in zip(call.items, measured, strict=False))
-        self.tuner.outgrown = self.tuner.outgrown or exceeds
-
     # --- the life of a step -------------------------------------------------------------------------------------------
 
     def _end_step(self) -> None:
@@ -637,9 +590,7 @@ class Manager:
         self._step = Step(self._backwards)
         if self.plan is None:
             self._shared.clear()
-            self._saved_by.clear()
-            self._lengths.clear()
-            self.tuner.length = 0
+            self._growth.clear()
         base, self._base = self._base, None
         self.tuner.begin_step(self._transfers.captured, base)
         recorder = self.tuner.recorder
@@ -683,57 +634,3 @@ class Manager:
 def _light(site: CallSite, placement: str, recompute: str) -> Callable[[bool], None] | None:
     """How a region recomputes by itself. Under "recompute+offload" its inputs are all that is left to offload."""
     return site.light_recompute if recompute == "light" and placement != RECOMPUTE_AND_OFFLOAD else None
-
-
-def check_claims(claims: list[Claim], budget: int | None, offload: str) -> None:
-    """Raise PolicyError if no `Manager` can be made with these claims and options."""
-    if offload not in ("fit", "all"):
-        raise PolicyError(f"offload={offload!r} is unknown; valid are 'fit' (what the link carries) and 'all'")
-    placements = {c.placement for c in claims}
-    for claim in claims:
-        if claim.placement == "stash":
-            raise PolicyError(
-                f"{claim.pattern!r} asks for 'stash', but {claim.path!r} is no paged region; "
-                "valid here are keep, recompute, offload, recompute+offload"
-            )
-    if "auto" in placements and budget is None:
-        raise PolicyError(
-            "policy='auto' needs a budget, such as budget='6GiB': the peak over the memory allocated before a step"
-        )
-    if budget is not None and not placements & {"auto", "offload", RECOMPUTE_AND_OFFLOAD}:
-        raise PolicyError(
-            "a budget needs policy='auto' or regions placed 'offload'; with keep and recompute nothing is left to decide"
-        )
-
-
-def _foreign_saved_tensor_hooks() -> str | None:
-    """What else takes the saved tensors here, in words for a message; None if nothing but Forebay's regions does.
-
-    In an activation checkpoint's first forward, or its rerun in backward, nothing may be taken away: it matches the tensors of
-    the two forwards by their order. Other hooks, such as ``save_on_cpu``, were asked for by the caller. The first forward of a
-    reentrant checkpoint runs without gradients and is not seen here.
-    """
-    if torch._C._functorch.peek_interpreter_stack() is not None:
-        return "a torch.func transform, which allows no hooks on saved tensors"
-    if not torch._C._autograd._saved_tensors_hooks_is_enabled():  # type: ignore[attr-defined]
-        return "a context that allows no hooks on saved tensors"
-    if torch._C._current_graph_task_id() != -1:  # or a hook on a gradient calls the model
-        return f"a backward ({_CHECKPOINT}, for one)"
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-    if hooks is None:
-        return None
-    module = str(getattr(getattr(hooks[0], "func", hooks[0]), "__module__", None))
-    if module.startswith("forebay."):
-        return None  # a region within a region: the inner one's hooks are asked
-    return _CHECKPOINT if module == checkpoint.__module__ else f"saved_tensors_hooks of {module}"
-
-
-def _refuse_nested_checkpointing(path: str, module: nn.Module) -> None:
-    """Raise ValueError if `module` or a child is under transformers' gradient checkpointing already."""
-    for name, child in module.named_modules():
-        if getattr(child, "gradient_checkpointing", False):
-            where = f"{path}.{name}" if name else path
-            raise ValueError(
-                f"{path!r} is to be recomputed, but {where!r} is already under gradient checkpointing; "
-                "call model.gradient_checkpointing_disable() or choose another placement"
-            )

@@ -380,8 +380,7 @@ class TurnSchedule(CopySchedule):
         self._out_rate, self._back_rate = step.timeline.out_rate, step.timeline.back_rate
         if self._out_rate < inf:
             # The backward at the turn reads at once what its forward saved: a copy of that frees nothing. Copies that are late by
-            # chance are made all the same: with rows in 8 bits the same rows must be rounded in each run. On a CPU a copy takes no
-            # time.
+            # chance are made: with rows in 8 bits, each run must round the same rows. On a CPU a copy takes no time.
             self.offload = {c: items for c, items in self.offload.items() if self.needed[c] > step.turn}
             self.bytes = {c: self.bytes[c] for c in self.offload}
         self.starts, self._stall = self._copy_out(self.seconds, [0.0] * (len(self.events) + 1))

@@ -194,6 +194,19 @@ def test_the_piece_before_experts_has_an_order_of_its_own() -> None:
     assert min(found.index((1, 0)), found.index((2, 0))) > max(found.index((8, 20)), found.index((9, 20)))
 
 
+def test_the_gradients_of_experts_are_added_up_before_the_piece_before_them() -> None:
+    """Those of compiled code after it: it is one node of autograd's graph."""
+    begin, end = Mark.EXPERTS_BEGIN, Mark.EXPERTS_END
+    backward: list[Any] = [
+        begin, op((6,), (7, 70)), op((6,), (9, 30)), end, Freed(9),
+        op((7, 0), (8, 20)), Freed(8), op((7,), (12, 10)), Freed(7),
+    ]  # fmt: skip
+    named = PartEvents(0, 5, 6, 12, {9: "gate_up", 8: "router"}, (0,), NONE)
+    found = part_events([begin, op((0,), (5, 50)), end], backward, named, compiled=True).backward
+    assert found.index((9, 0)) < found.index((8, 20))
+    assert found.index((8, 0)) > found.index((12, 10))
+
+
 def test_a_saved_storage_lives_until_the_last_kernel_of_a_fused_run() -> None:
     """8 is materialized, because it is no pointwise operation's, but the kernel that makes 9 makes it too and reads a = 1."""
     forward = [op((0,), (1, 10)), op((1,), (2, 20), fused=True, of=frozenset([1])), op((2,), (3, 30))]

@@ -332,7 +332,10 @@ def _ordered_backward(log: Log, named: PartEvents, made: dict[int, NewStorage], 
     inputs = {n: made[n].size for n in kept}
     ordered = least_peak_order([*recomputed, *inside], _read_unfused(log) | outputs, outputs, inputs)
     frees = [e for e in inside if isinstance(e, Freed) and e.number in named.weight_grads]
-    return [*ordered, *frees, *after]
+    own = made_in(inside)
+    # The experts' are added up before this piece of compiled code runs.
+    earlier, later = ([e for e in frees if (e.number in own) == is_own] for is_own in (False, True))
+    return [*earlier, *ordered, *later, *after]
 
 
 def _without_last_weight_gradient(log: Log) -> tuple[Log, Log]:

@@ -381,11 +381,11 @@ sys.exit(int(sys.argv[1]))
 """
 
 
-def forebay_run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
-    """`forebay run --policy offload -- COMMAND` in `folder`, where another `sitecustomize` is on the path."""
+def forebay_run(folder: Path, *command: str, policy: str = "offload") -> subprocess.CompletedProcess[str]:
+    """`forebay run --policy POLICY -- COMMAND` in `folder`, where another `sitecustomize` is on the path."""
     (folder / "sitecustomize.py").write_text("print('the hidden one')")
     path = os.pathsep.join([str(Path(forebay.__file__).parents[1]), str(folder)])
-    arguments = [sys.executable, "-m", "forebay", "run", "--policy", "offload", "--", *command]
+    arguments = [sys.executable, "-m", "forebay", "run", "--policy", policy, "--", *command]
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     return subprocess.run(arguments, cwd=folder, env=environment, capture_output=True, text=True, check=False)
 
@@ -409,6 +409,13 @@ def test_forebay_run_says_if_there_was_no_trainer(tmp_path: Path) -> None:
     assert "forebay run: no Trainer was started by" in done.stderr
     killed = forebay_run(tmp_path, sys.executable, "-c", "import os, signal; os.kill(os.getpid(), signal.SIGTERM)")
     assert killed.returncode == -signal.SIGTERM
+
+
+def test_forebay_run_does_not_deny_a_trainer_that_it_refuses(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SCRIPT)
+    done = forebay_run(tmp_path, sys.executable, "train.py", "0", policy="*.nothing=offload")
+    assert done.returncode == 1 and "pattern '*.nothing' matches no module" in done.stderr
+    assert "no Trainer was started" not in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -103,8 +103,8 @@ def install(trainer_module: Any) -> None:
             self._started = Path(arguments["started"])
 
         def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **more: Any) -> None:
-            super().on_train_begin(args, state, control, model=model, **more)
             self._started.touch()
+            super().on_train_begin(args, state, control, model=model, **more)
             if state.is_world_process_zero and self.memory is not None:
                 name, budget = type(unwrap(model)[0]).__name__, self._arguments["budget"]
                 within = "" if budget is None else f" within a budget of {budget}"

@@ -72,6 +72,20 @@ def test_a_plan_holds_for_the_longest_batch_that_was_seen() -> None:
         assert mem.plan is plan
 
 
+def test_a_long_batch_that_no_placement_fits_is_warned_of_once() -> None:
+    """A short batch is measured after it, and fits: the run goes on, with the lowest peak."""
+    model, budget, short, long = tiny(), 40 << 10, batch(0), batch(0).repeat(1, 6)
+
+    with forebay.manage(model, "auto", budget=budget, min_bytes=400) as mem:
+        with pytest.warns(
+            UserWarning, match=r"as long as the longest so far need about .* more than the budget of 40\.00 KiB"
+        ) as seen:
+            for ids in (short, short, long, short, short, long, short, long):
+                loss_of(model, ids).backward()
+        assert len(seen) == 1
+        assert mem.plan is not None and mem.plan.peak_bytes <= budget
+
+
 def test_a_plan_for_frozen_layers_does_not_outlive_their_unfreezing() -> None:
     """As in gradual unfreezing: a plan that keeps all of the last layer knows nothing of the others, which it would keep too."""
     model, budget = tiny(), 60 << 10

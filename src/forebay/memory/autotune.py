@@ -6,6 +6,7 @@ each region call (`Autotuner.lookup`), and the recorder of the current step. `Au
 """
 
 import enum
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -376,6 +377,7 @@ class Autotuner:
         self.recorder: Recorder | None = None
         self.length = 0
         self._longest = 0.0  # the length of the longest batch so far
+        self._warned_longest = 0.0
         self._awaited: Key | None = None  # the call that the next plan is to be made for
         self._start_over()
 
@@ -569,10 +571,24 @@ class Autotuner:
             plan = Solver(timeline, paths, self._auto).lowest()
             if self.growth == 1.0 or plan.peak_bytes > self._budget:
                 raise
+            self._warn_of_longest(int(self.growth * plan.peak_bytes))
         if gpu:  # a CPU has no times, and no peaks
             self._trials = Trials(timeline, paths, self._auto, budget, plan, not _several_processes())
             torch.cuda.empty_cache()  # see `_end_tried_step`
         return plan
+
+    def _warn_of_longest(self, needed: int) -> None:
+        """Warn once of a batch for which no placement suffices: what was measured is shorter, and fits."""
+        if self._longest <= self._warned_longest:
+            return
+        self._warned_longest = self._longest
+        assert self._budget is not None
+        warnings.warn(
+            f"batches as long as the longest so far need about {format_bytes(needed)} ({needed} bytes) over what is allocated "
+            f"before the step under every placement, more than the budget of {format_bytes(self._budget)}; raise it to that, or "
+            "make batches shorter",
+            stacklevel=2,
+        )
 
     def _plan_offload(self, timeline: Timeline) -> Plan:
         if self.alternating and self._auto:

@@ -423,8 +423,9 @@ class StepWalk:
             blocks[events.x] = run.x
         now, later = part.split_backward
         if not split:
-            now = part.without_expert_grads if self._run.sharing.adds_in_place and later else events.backward
-            later = ()
+            # The experts' weight gradients are made in the memory of their sum, where there is one.
+            elsewhere = part.expert_grads if self._run.sharing.adds_in_place and later else {}
+            now, later = tuple(event for event in events.backward if event[0] not in elsewhere), ()
         yield from self._play(run, now, "B")
         waiting = {n: blocks.pop(n) for n, size in later if not size and n in blocks}
         dx = self._take_dx(run)

@@ -74,10 +74,6 @@ class FreeBlocks:
         self.keys: list[int] = []
         self.blocks: dict[int, Block] = {}
 
-    def layout(self) -> Hashable:
-        """What decides where requests are placed."""
-        return tuple(self.keys)
-
     def add(self, block: Block) -> None:
         key = block.size << ADDRESS_BITS | block.address
         insort(self.keys, key)
@@ -167,10 +163,6 @@ class CachingAllocator:
     def empty_cache(self) -> list[int]:
         """Release every segment that is wholly free, except those of graphs. Returns their addresses."""
         return [address for pools in self._outside.values() for pool in pools for address in self._release(pool)]
-
-    def layout(self) -> Hashable:
-        """What decides where requests outside of graphs are placed, and bytes by role."""
-        return tuple(self.by_role), tuple(pool.layout() for pools in self._outside.values() for pool in pools)
 
     def begin_graph(self) -> None:
         """Serve requests from the pool of the CUDA graph from here on."""

@@ -153,17 +153,11 @@ def _with_layers(model: Any, numbers: list[int]) -> Any:
     return model
 
 
-LayerKind = tuple[Any, Any]  # of the attention sublayer, and of the MoE or dense one
-
-
-def _kind(layer: Any, mixer: str, block: str) -> LayerKind:
-    first, second = getattr(layer, mixer), getattr(layer, block)
-    attention = type(first), getattr(first, "sliding_window", None), _shapes(first)
-    return (type(layer), mixer, *attention), (block, type(second), _shapes(second))
-
-
-def _shapes(module: nn.Module) -> tuple[Any, ...]:
-    return tuple((name, tuple(p.shape), p.dtype) for name, p in module.named_parameters())
+def _kind(layer: Any, mixer: str, block: str) -> tuple[Any, ...]:
+    """Equal for layers of which one stands for all."""
+    attention, mlp = getattr(layer, mixer), getattr(layer, block)
+    shapes = tuple((name, tuple(p.shape), p.dtype) for half in (attention, mlp) for name, p in half.named_parameters())
+    return type(layer), mixer, block, type(attention), type(mlp), getattr(attention, "sliding_window", None), shapes
 
 
 @dataclass

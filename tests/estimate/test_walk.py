@@ -317,7 +317,7 @@ def test_overlapped_layers_without_transfers_take_turns_as_with_them(monkeypatch
 
 
 def test_an_engine_makes_masks_once_from_hidden_states_of_its_own() -> None:
-    """Beside the embedded tokens: hidden states, a mask that no layer reads, the norm of the head, and 100 MiB that stay."""
+    """Beside the embedded tokens: hidden states, a mask that no layer reads, and 100 MiB that stay."""
     head = PartEvents(
         forward=((1, 64 * MIB), (2, 16 * MIB), (-1, Mark.FINAL_NORM_END), (3, MIB)),
         backward=((5, 16 * MIB), (4, 0), (1, 0), (2, 0)),
@@ -329,7 +329,7 @@ def test_an_engine_makes_masks_once_from_hidden_states_of_its_own() -> None:
         RankRun([], ENGINE, {0: parts}, local_plan(2, False).actions[0], adding_tokens=0, hidden=16 * MIB)
     )
     found = run.steps(2)
-    assert found.peak.allocated - WORKSPACE == (16 + 16 + 400 + 40 + 60 + 64 + 16) * MIB
+    assert found.peak.allocated - WORKSPACE == (16 + 16 + 400 + 40 + 60) * MIB
     assert run.allocator.allocated == (40 + 60) * MIB + WORKSPACE
 
 

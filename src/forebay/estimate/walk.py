@@ -323,18 +323,8 @@ class StepWalk:
             self._model_inputs += [*frame, *given]
             return saved
         self._memory.has_tables = True
-        self._run_last_norm()
         self._allocator.free_all(frame)
         return []
-
-    def _run_last_norm(self) -> None:
-        """The base model's norm, of hidden states that nothing reads."""
-        head = next((parts[-1] for parts in self._run.stages.values() if parts[-1].path == "head"), None)
-        events = (head.events.forward_no_grad or head.events.forward) if head is not None else ()
-        if head is not None and (-1, Mark.FINAL_NORM_END) in events:
-            run = PartRun(head)
-            drain(self._play(run, events[: events.index((-1, Mark.FINAL_NORM_END))], "F"))
-            self._allocator.free_all(run.blocks.values())
 
     def _hand_on(self, stage: int, microbatch: int, x: Block) -> None:
         """The output of a stage's forward: the next stage's input, or the loss and its gradient."""
@@ -408,9 +398,7 @@ class StepWalk:
     def _part_backward(self, run: PartRun, dy: Block, split: bool) -> Generator[None, None, Block | None]:
         """The gradient of its input. `split`: without the experts' weight gradients, for which `run` holds blocks then."""
         part, events, blocks = run.part, run.part.events, run.blocks
-        if part.placement == "recompute" and not blocks and events.second_run:
-            yield from self._play(run, events.second_run, "again")
-        elif part.placement == "recompute" and not blocks:
+        if part.placement == "recompute" and not blocks:
             self._allocator.free((yield from self._recompute(run)))
         blocks[events.gradient] = dy
         if run.x is not None:

@@ -219,23 +219,6 @@ def test_a_saved_storage_lives_until_the_last_kernel_of_a_fused_run() -> None:
     assert found.backward.index((1, 0)) > found.backward.index((9, 90))
 
 
-def test_the_second_run_of_a_checkpoint_ends_with_what_is_saved_last() -> None:
-    """The output is not made again, and what is not saved is dropped. A compiled part runs whole."""
-    named = PartEvents(0, 5, 6, 12, {}, (1, 4), NONE)
-    found = part_events(FORWARD, BACKWARD, named, compiled=False)
-    assert found.second_run == ((1, 10), (2, 20), (3, 30), (4, 40), (2, 0), (3, 0))
-    assert part_events(FORWARD, BACKWARD, named, compiled=True).second_run == ()
-
-
-def test_the_second_run_finishes_an_operation_with_workspaces() -> None:
-    """It saves when it returns: its workspace 2, made after what is saved, and its result 3 are allocated, 4 is not."""
-    reads = (0,)
-    forward = [Op(False, reads, (NewStorage(n, 10 * n, False, NONE),)) for n in (1, 2, 3)]
-    log = [*forward[:2], Freed(2), forward[2], Op(False, reads, ()), op((3,), (4, 40))]
-    found = part_events(log, [], PartEvents(0, 4, -1, -1, {}, (1,), NONE), compiled=False)
-    assert found.second_run == ((1, 10), (2, 20), (2, 0), (3, 30), (3, 0))
-
-
 def test_a_product_of_a_recomputed_tensor_waits_for_the_kernel_that_makes_it() -> None:
     """Eager attention: probabilities 2 come from the scores 1 again, in the kernel that makes the scores' gradient 9 of that of
     the probabilities 8. So all four are there at once, and v's gradient 7 is made afterwards. It is freed after the graph."""

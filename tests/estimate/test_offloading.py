@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from forebay.config import Config
-from forebay.estimate import rank
+from forebay.estimate import offloading, rank
 from forebay.estimate.allocator import CachingAllocator
 from forebay.estimate.fsdp import PersistentState
 from forebay.estimate.layers import plan_layers
@@ -19,6 +19,7 @@ from forebay.estimate.rank_run import Link, RankRun, Walked
 from forebay.estimate.state import Sharing
 from forebay.estimate.types import PartEvents
 from forebay.estimate.walk import walk
+from forebay.memory.solver import plan_offload
 from forebay.memory.timeline import Plan, Timeline
 from forebay.pipeline.schedule import Action, local_plan, make_plan
 from forebay.train.trainer import Trainer
@@ -62,16 +63,20 @@ def walked(stage: list[Part], rate: float, least: int, everything: bool = False,
     return walk(run)
 
 
-def timelines_of(monkeypatch: pytest.MonkeyPatch, settings: Config) -> list[Timeline]:
-    """The timelines that plans of `settings` are made of."""
+def noted_timelines(monkeypatch: pytest.MonkeyPatch) -> list[Timeline]:
+    """Collects the timelines that plans are made of."""
     seen: list[Timeline] = []
-    plan = Link.plan
 
-    def noted(link: Link, timeline: Timeline, paths: frozenset[str]) -> Plan:
+    def noted(timeline: Timeline, paths: frozenset[str], everything: bool) -> Plan:
         seen.append(timeline)
-        return plan(link, timeline, paths)
+        return plan_offload(timeline, paths, everything)
 
-    monkeypatch.setattr(Link, "plan", noted)
+    monkeypatch.setattr(offloading, "plan_offload", noted)
+    return seen
+
+
+def timelines_of(monkeypatch: pytest.MonkeyPatch, settings: Config) -> list[Timeline]:
+    seen = noted_timelines(monkeypatch)
     fit_run(settings, plan_layers(settings, 1), 1)
     return seen
 
@@ -242,20 +247,17 @@ def test_a_run_of_auto_has_parts_for_its_measured_steps(tmp_path: Path, monkeypa
     assert runs[-1].measured is None
 
 
-def test_forwards_and_backwards_that_overlap_are_recorded_in_the_order_in_which_they_begin() -> None:
+def test_forwards_and_backwards_that_overlap_are_recorded_in_the_order_in_which_they_begin(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Where the forward of microbatch 1 overlaps with the backward of microbatch 0, the latter begins."""
-    recorded: list[Timeline] = []
-
-    class Recording(Link):
-        def plan(self, timeline: Timeline, paths: frozenset[str]) -> Plan:
-            recorded.append(timeline)
-            return super().plan(timeline, paths)
+    recorded = noted_timelines(monkeypatch)
 
     both = Action("OVERLAP_F_B", -1, -1, (Action("F", 0, 1), Action("B", 0, 0)))
     actions = [Action("F", 0, 0), Action("RECV_B", 0, 0), both, Action("RECV_B", 0, 1), Action("B", 0, 1)]
     run = RankRun(
         [], Sharing(data=2, sharded=True, engine=True, pp=2, random=False), {0: [EMBEDDING, *parts(64 * MIB)]}, actions,
-        adding_tokens=0, hidden=16 * MIB, link=Recording((MIB, MIB), ten_seconds, everything=True),
+        adding_tokens=0, hidden=16 * MIB, link=Link((MIB, MIB), ten_seconds, everything=True),
     )  # fmt: skip
     plan = walk(run).plan
     (timeline,) = recorded

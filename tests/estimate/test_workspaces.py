@@ -21,25 +21,6 @@ def largest(name: str, *args: object) -> int:
     return max((size for key, size in workspace_steps(name, args, {}, False) if isinstance(key, str)), default=0)
 
 
-@pytest.mark.parametrize(
-    ("rows", "columns", "recorded"),
-    [
-        (2048, 2880, 45.0),  # gpt-oss: a bias of o_proj, a norm's weight
-        (2048, 4096, 64.0),  # a bias of q_proj
-        (4096, 2048, 64.0),  # deepseek-v2: a norm's weight
-        (1024 * 32, 128, 32.0),  # qwen3: the norm of a head's query
-    ],
-)
-def test_sums_over_rows(rows: int, columns: int, recorded: float) -> None:
-    x = torch.empty(1, rows, columns, dtype=torch.bfloat16, device="meta")
-    assert largest("aten.sum.dim_IntList", x, [0, 1]) == recorded * MIB
-
-
-@pytest.mark.parametrize("dim", [0, 1])
-def test_sums_of_few_values_need_nothing(dim: int) -> None:
-    assert largest("aten.sum.dim_IntList", torch.empty(64, 4096, device="meta"), [dim]) == 0
-
-
 @pytest.mark.parametrize(("tokens", "recorded"), [(1024, 0.0), (4096, 35.195), (8192, 70.398), (16384, 140.797)])
 def test_an_embedding(tokens: int, recorded: float) -> None:
     """Of width 2048; up to 3072 tokens there is another kernel."""

@@ -74,10 +74,6 @@ class FreeBlocks:
         self.keys: list[int] = []
         self.blocks: dict[int, Block] = {}
 
-    def layout(self) -> Hashable:
-        """What decides where requests are placed."""
-        return tuple(self.keys)
-
     def add(self, block: Block) -> None:
         key = block.size << ADDRESS_BITS | block.address
         insort(self.keys, key)
@@ -115,7 +111,6 @@ class CachingAllocator:
     def __init__(self, granule: int = GPU_BLOCK):
         self.reserved = self.allocated = self.peak_reserved = self.peak_allocated = 0
         self.by_role, self._at_peak = [0] * len(ROLES), [0] * len(ROLES)
-        self._rising = False  # the peak is now
         self.segments: dict[int, int] = {}
         self._granule = granule
         self._pools: dict[Hashable, tuple[FreeBlocks, FreeBlocks]] = {}  # large and small blocks by stream
@@ -139,13 +134,11 @@ class CachingAllocator:
         self.allocated += block.size
         if self.allocated > self.peak_allocated:
             self.peak_allocated = self.allocated
-            self._rising = True
+            self._at_peak = self.by_role.copy()
         return block
 
     def set_role(self, block: Block, role: int) -> None:
         """The block holds something else from here on, such as an output that is saved."""
-        if self._rising:
-            self._keep_peak()
         self.by_role[block.role] -= block.size
         self.by_role[role] += block.size
         block.role = role
@@ -154,8 +147,6 @@ class CachingAllocator:
         """Raises ValueError if the block was freed before."""
         if not block.in_use:
             raise ValueError(f"the block at {block.address} was freed before")
-        if self._rising:
-            self._keep_peak()
         self.allocated -= block.size
         self.by_role[block.role] -= block.size
         self._merge(block)
@@ -173,10 +164,6 @@ class CachingAllocator:
         """Release every segment that is wholly free, except those of graphs. Returns their addresses."""
         return [address for pools in self._outside.values() for pool in pools for address in self._release(pool)]
 
-    def layout(self) -> Hashable:
-        """What decides where requests outside of graphs are placed, and bytes by role."""
-        return tuple(self.by_role), tuple(pool.layout() for pools in self._outside.values() for pool in pools)
-
     def begin_graph(self) -> None:
         """Serve requests from the pool of the CUDA graph from here on."""
         self._pools = self._in_graph
@@ -186,15 +173,9 @@ class CachingAllocator:
 
     def take_peak(self) -> list[int]:
         """Bytes by role at the peak since the last call; the peak of allocated bytes begins anew."""
-        if self._rising:
-            self._keep_peak()
         found = self._at_peak
         self.peak_allocated, self._at_peak = self.allocated, self.by_role.copy()
         return found
-
-    def _keep_peak(self) -> None:
-        """Bytes are about to fall, or to change their role."""
-        self._at_peak, self._rising = self.by_role.copy(), False
 
     def _new_pools(self) -> tuple[FreeBlocks, FreeBlocks]:
         granule = self._granule

@@ -53,7 +53,7 @@ def part_events(
     else:
         f, b = _in_order(forward), _in_order(backward)
         alone = _without_graph(no_grad or [], named)
-    return _finished(f, b, alone, [] if compiled else _second_run(forward, named), named)
+    return _finished(f, b, alone, named)
 
 
 def cut_nearest(
@@ -98,10 +98,8 @@ def _cut_at(log: Log, number: int) -> tuple[Log, dict[int, frozenset[int]]]:
     return entries, found
 
 
-def _finished(
-    f: list[AllocEvent], b: list[AllocEvent], alone: list[AllocEvent], second: list[AllocEvent], named: PartEvents
-) -> PartEvents:
-    """The events of a part, from those of its forward `f`, its backward `b`, its forward without a graph, and its second run."""
+def _finished(f: list[AllocEvent], b: list[AllocEvent], alone: list[AllocEvent], named: PartEvents) -> PartEvents:
+    """The events of a part, from those of its forward `f`, its backward `b`, and its forward without a graph."""
     f, b, alone = (_first_matmul_only(events) for events in (f, b, alone))
     never_freed = _never_freed([*f, *b])
     f = _without(f, (named.x, named.output), frees=True)
@@ -109,9 +107,7 @@ def _finished(
     b += [(n, 0) for n in sorted(set(never_freed)) if n != named.output]  # such as router outputs
     b = _dispatch_before_weight_grads(_without(b, (named.dx, named.output), frees=True), named.transferred)
     saved = tuple(n for n in named.saved if n >= 0)
-    return replace(
-        named, forward=tuple(f), backward=tuple(b), forward_no_grad=tuple(alone), second_run=tuple(second), saved=saved
-    )
+    return replace(named, forward=tuple(f), backward=tuple(b), forward_no_grad=tuple(alone), saved=saved)
 
 
 def _dispatch_before_weight_grads(events: Sequence[AllocEvent], transferred: Collection[int]) -> list[AllocEvent]:
@@ -161,7 +157,7 @@ def head_events(forward: Log, backward: Log, named: PartEvents, normed: int, nor
     f, b = ([(n, size) for n, size in events if n < 0 or n in there] for events in (f, b))
     from_x = any(n in made and n not in kept for n in named.saved)  # the norm computes again
     saved = dict.fromkeys((*named.saved, named.x)) if from_x else named.saved
-    return _finished(f, b, [], [], replace(named, saved=tuple(saved)))
+    return _finished(f, b, [], replace(named, saved=tuple(saved)))
 
 
 def table_events(log: Log, held: Mapping[int, int]) -> tuple[AllocEvent, ...]:
@@ -169,18 +165,6 @@ def table_events(log: Log, held: Mapping[int, int]) -> tuple[AllocEvent, ...]:
     events = _first_matmul_only(_in_order(log))
     made = {number for number, size in events if size}
     return *events, *((number, size) for number, size in held.items() if number not in made)
-
-
-def _second_run(log: Log, named: PartEvents) -> list[AllocEvent]:
-    """The part of a forward that a checkpoint runs again. It ends with the last operation that makes a saved tensor, as torch's
-    `early_stop` does."""
-    saved = set(named.saved)
-    makes = [at for at, entry in enumerate(log) if isinstance(entry, Op) and any(m.number in saved for m in entry.made)]
-    if not makes:
-        return []
-    events = _in_order(log[: _end_of(log, makes[-1])])
-    gone = {named.x, *saved}
-    return events + [(n, 0) for n in _never_freed(events) if n not in gone]
 
 
 def _end_of(log: Log, at: int) -> int:

@@ -7,7 +7,6 @@ the note "Expandable Segments" in `c10/cuda/CUDACachingAllocator.cpp`.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Hashable
 from operator import attrgetter
 
 from forebay.errors import UsageError
@@ -32,14 +31,6 @@ class _ExpandableBlocks(FreeBlocks):
         self.page = SMALL_SEGMENT if small else LARGE_SEGMENT
         self.unmapped: list[Block] = []
         self.unmap(Block(self, 0, _ADDRESSES))
-
-    def layout(self) -> Hashable:
-        """The end of the segment counts as free, mapped or not; see `room`. If there are other pages without memory, where they
-        are decides too."""
-        if len(self.unmapped) > 1:
-            return tuple(self.keys), tuple((gap.address, gap.size) for gap in self.unmapped)
-        end = _first_free(self.unmapped[0])
-        return tuple(key for key in self.keys if self.blocks[key] is not end), end.address
 
     def room(self, key: int) -> int:
         """The size to which the free block of `key` can grow."""

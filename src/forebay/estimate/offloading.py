@@ -15,6 +15,7 @@ from forebay.estimate.allocator import ACTIVATIONS, GRADIENTS, OPTIMIZER, Block,
 from forebay.estimate.parts import Part
 from forebay.estimate.rank_run import RankRun
 from forebay.estimate.types import PartEvents
+from forebay.memory.solver import plan_offload
 from forebay.memory.timeline import CallFigures, Key, Plan, Timeline, TimelineEvent
 
 ENDS = ("embedding", "head")
@@ -103,7 +104,7 @@ class OffloadManager:
             numbers = {key: number for number, key in enumerate(self._figures)}
             events = (TimelineEvent(kind, numbers[key], seconds) for kind, key, seconds in self._events)
             timeline = Timeline(tuple(self._figures.values()), tuple(events), *self._link.rates)  # type: ignore[arg-type]
-            self.plan = self._link.plan(timeline, frozenset(self._paths))
+            self.plan = plan_offload(timeline, frozenset(self._paths), self._link.everything)
             for key, event in self.plan.release_at.items():
                 self._released_at.setdefault(event, []).append(key)
 

@@ -59,11 +59,6 @@ class Part:
         return {n: size for n, size in self.events.backward if size and named.get(n, "").endswith(_EXPERT_MATRICES)}
 
     @cached_property
-    def without_expert_grads(self) -> tuple[AllocEvent, ...]:
-        """The events of a backward whose experts' weight gradients are made in the memory of their sum."""
-        return tuple(event for event in self.events.backward if event[0] not in self.expert_grads)
-
-    @cached_property
     def split_backward(self) -> tuple[tuple[AllocEvent, ...], tuple[AllocEvent, ...]]:
         """See `forebay.estimate.events.split_backward`; nothing waits if no matrix of the experts is trained."""
         return split_backward(self.events) if self.expert_grads else (self.events.backward, ())

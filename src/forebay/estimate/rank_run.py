@@ -10,8 +10,7 @@ from types import MappingProxyType
 from forebay.estimate.fsdp import ParamGroup
 from forebay.estimate.parts import Part
 from forebay.estimate.state import Sharing
-from forebay.memory.solver import plan_offload
-from forebay.memory.timeline import Plan, Timeline
+from forebay.memory.timeline import Plan
 from forebay.pipeline.schedule import Action
 
 # By an action's kind: forwards that wait for their backward, more or less.
@@ -32,9 +31,6 @@ class Link:
     rates: tuple[float | None, ...]
     seconds: Callable[[Part], Sequence[tuple[float, float]]]
     everything: bool = False
-
-    def plan(self, timeline: Timeline, paths: frozenset[str]) -> Plan:
-        return plan_offload(timeline, paths, self.everything)
 
 
 @dataclass(frozen=True)

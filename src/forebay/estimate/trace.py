@@ -1,7 +1,7 @@
 """What each part of a model saves, needs and computes for one microbatch, without a device and without weights.
 
 Input: a transformers `*ForCausalLM` on the meta device, and a `Shape`. Output: a `ModelTrace`: figures for the embedding, both
-sublayers of every decoder layer, and the head with its loss. At most two layers of each kind run on fake tensors. Each part is a
+sublayers of every decoder layer, and the head with its loss. One layer of each kind runs on fake tensors. Each part is a
 graph of its own, whose forward and backward are recorded (`forebay.estimate.op_recorder`), with Forebay's experts, loss and,
 under expert parallelism, a planned token dispatcher.
 """
@@ -74,15 +74,8 @@ def trace_model(model: Any, shape: Shape, like: ModelTrace | None = None) -> Mod
     # The first trace has checked how the layers are built. To check again takes a tenth of the time of this one.
     names = [(p.mixer, p.block) for p in decoder_layers(model)] if like is None else [y.names for y in like.layers]
     kinds = [_kind(layer, *both) for layer, both in zip(layers, names, strict=True)]
-    several = 2 if like is None else 1  # what layers share, the first one saves
-    numbers = sorted(n for k in set(kinds) for n in [i for i, kind in enumerate(kinds) if kind == k][:several])
+    numbers = sorted({kinds.index(kind) for kind in kinds})
     routers = len(moe_blocks(model))
-    sublayers = {
-        f"{layers_path(model)}.{n}.{name}": kind for n in numbers for name, kind in zip(names[n], kinds[n], strict=True)
-    }
-    # What layers share, such as rotary tables, the first one saves, so the last one has the figures of its kind.
-    last = {kind: path for path, kind in sublayers.items()}
-    shares = frozenset(sublayers).difference(last.values())
     model = _with_layers(model, numbers)
     model.config.use_cache = False
     with torch.enable_grad(), FakeTensorMode(), GpuFunctions(shape.compiled) if shape.gpu else nullcontext():
@@ -90,14 +83,13 @@ def trace_model(model: Any, shape: Shape, like: ModelTrace | None = None) -> Mod
         if shape.flex:
             fuse_sinks(model)
         known = {} if like is None else _without_experts(like, numbers, model)
-        run = TraceRun(model.train(), shape, known, shares, routers)
+        run = TraceRun(model.train(), shape, known, routers)
         run.forward()
         run.backward()
     by_kind = {}
-    for kind in set(kinds):
-        attention, mlp = (run.parts[last[half]] for half in kind)
-        first = kinds.index(kind)
-        by_kind[kind] = LayerTrace(attention, mlp, bool(moe_blocks(layers[first])), names[first])
+    for number in numbers:
+        attention, mlp = (run.parts[f"{layers_path(model)}.{number}.{name}"] for name in names[number])
+        by_kind[kinds[number]] = LayerTrace(attention, mlp, bool(moe_blocks(layers[number])), names[number])
     found: TraceRun | ModelTrace = run if like is None else like
     return ModelTrace(
         run.parts["embedding"],
@@ -161,17 +153,11 @@ def _with_layers(model: Any, numbers: list[int]) -> Any:
     return model
 
 
-LayerKind = tuple[Any, Any]  # of the attention sublayer, and of the MoE or dense one
-
-
-def _kind(layer: Any, mixer: str, block: str) -> LayerKind:
-    first, second = getattr(layer, mixer), getattr(layer, block)
-    attention = type(first), getattr(first, "sliding_window", None), _shapes(first)
-    return (type(layer), mixer, *attention), (block, type(second), _shapes(second))
-
-
-def _shapes(module: nn.Module) -> tuple[Any, ...]:
-    return tuple((name, tuple(p.shape), p.dtype) for name, p in module.named_parameters())
+def _kind(layer: Any, mixer: str, block: str) -> tuple[Any, ...]:
+    """Equal for layers of which one stands for all."""
+    attention, mlp = getattr(layer, mixer), getattr(layer, block)
+    shapes = tuple((name, tuple(p.shape), p.dtype) for half in (attention, mlp) for name, p in half.named_parameters())
+    return type(layer), mixer, block, type(attention), type(mlp), getattr(attention, "sliding_window", None), shapes
 
 
 @dataclass
@@ -208,20 +194,17 @@ class TraceRun:
 
     Args:
         known: parts that need not run, by module path or "head".
-        forward_only: paths of sublayers of which only the forward runs, for what the parts after them share with them.
         routers: of the whole model, of which `model` has some layers.
 
     Attributes:
-        parts: by module path, "embedding", "head" or "balance"; none of `forward_only`.
+        parts: by module path, "embedding", "head" or "balance".
         tables, balance: see `ModelTrace`.
     """
 
-    def __init__(
-        self, model: Any, shape: Shape, known: Mapping[str, PartTrace], forward_only: frozenset[str], routers: int
-    ):
+    def __init__(self, model: Any, shape: Shape, known: Mapping[str, PartTrace], routers: int):
         self.model, self.shape = model, shape
         self.base = model.get_submodule(model.base_model_prefix)
-        self._forward_only, self._routers = forward_only, routers
+        self._routers = routers
         self.parts: dict[str, PartTrace] = dict(known)
         self.balance = 0
         self._shared: dict[int, int] = {}  # bytes of what the first layer saves for all of them, by number
@@ -294,8 +277,6 @@ class TraceRun:
     def backward(self) -> None:
         with self._recorder:
             for path, part in reversed(list(self._open.items())):
-                if path in self._forward_only:
-                    continue
                 self._backward(part)
                 if path == "balance":
                     self.parts[path] = self._with_gradients(part.trace)
@@ -380,7 +361,7 @@ class TraceRun:
         no_grad: Log = []
         if leaf is not None:
             recorder.mark_input(leaf)
-            if not self.shape.compiled and path not in self._forward_only:
+            if not self.shape.compiled:
                 no_grad = self._without_graph(path, leaf, run, forget)
         self._restart()
         at = len(recorder.log)
@@ -409,6 +390,7 @@ class TraceRun:
             shared = self._saved_for_all(sizes, recorder.log[log], leaf)
             self._shared |= shared
             size = max(0, size - sum(shared.values()))
+            kept = tuple(number for number in kept if number not in shared)
         trace = PartTrace(size, inputs, forward_ops=recorder.tally.take([output]))
         self._open[path] = _TracedPart(
             trace, output, leaf, log, kept, compiled, no_grad, recorder.experts, recorder.head_sum

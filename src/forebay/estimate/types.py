@@ -83,7 +83,6 @@ class PartEvents:
     Attributes:
         forward, backward: of x, output, gradient and dx, `backward` has frees at most.
         forward_no_grad: forward that saves nothing, such as the first run of a recomputed part.
-        second_run: what a checkpoint runs again, which ends with the last saved tensor. Empty for a compiled part: it runs whole.
         x, output, gradient, dx: numbers of the input, the output, the output's gradient and the input's.
         weight_grads: by the number of a weight's gradient the weight's name (`forebay.estimate.state.Weight`), in the order in
             which they are made.
@@ -109,7 +108,6 @@ class PartEvents:
     forward: tuple[AllocEvent, ...] = ()
     backward: tuple[AllocEvent, ...] = ()
     forward_no_grad: tuple[AllocEvent, ...] = ()
-    second_run: tuple[AllocEvent, ...] = ()
     head_sum: frozenset[int] = frozenset()
     reused: Mapping[int, int] = field(default_factory=dict)
     reused_in_backward: Mapping[int, int] = field(default_factory=dict)

@@ -8,7 +8,7 @@ leaves for the next, a `StepWalk` plays the forwards and backwards of one step.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 from forebay.estimate.allocator import ACTIVATIONS, GRADIENTS, OPTIMIZER, ROLES, TRANSIENT, Block, CachingAllocator
@@ -22,8 +22,8 @@ from forebay.pipeline.schedule import Action, drain, overlap
 
 STEPS = 3
 """Steps to play. The second has the optimizer's moments beside it; the third may find the second's segments cut differently:
-GPT-OSS on two H200s reserved 4.3 GiB more in its third step, as it does here. A fourth never needed more. With
-expandable segments the third repeats the second, and is not played."""
+GPT-OSS on two H200s reserved 4.3 GiB more in its third step, as it does here. A fourth never needed more, and with expandable
+segments no third one did."""
 _MARGIN = 64  # the arena of `forebay.memory.page_store` has one page more for each so many
 # Microbatches to walk without a pipeline: the first begins the gradients, the second finds them, the third repeats.
 _MICROBATCHES = 3
@@ -34,8 +34,8 @@ _TRANSFERS = "transfers"
 
 
 def walk(run: RankRun, steps: int | None = None) -> Walked:
-    """Play whole steps; by default `STEPS` after those that the manager measures."""
-    return AllocatorRun(run).steps(steps if steps is not None else STEPS + _measured(run))
+    """Play whole steps; by default those that the manager measures and `STEPS` more, one less with expandable segments."""
+    return AllocatorRun(run).steps(steps if steps is not None else _measured(run) + STEPS - run.expandable)
 
 
 def shortened(actions: Sequence[Action], engine: bool) -> Sequence[Action]:
@@ -88,13 +88,7 @@ class AllocatorRun:
         """Play whole steps with their optimizer's. A CUDA graph step is captured after them. A replay takes no more memory,
         but the gathering before it does, from the graph's pool."""
         captured = self._run.graph and not self._run.fails
-        last: Hashable = None
-        for n in range(number):
-            # Earlier steps make the moments, or may empty the cache before plans are tried.
-            layout = self.allocator.layout() if n > _measured(self._run) else None
-            if layout is not None and layout == last:
-                break  # it would repeat the step before
-            last = layout
+        for _ in range(number):
             self._step()
         if captured:
             self._step(captured=True)
@@ -329,18 +323,8 @@ class StepWalk:
             self._model_inputs += [*frame, *given]
             return saved
         self._memory.has_tables = True
-        self._run_last_norm()
         self._allocator.free_all(frame)
         return []
-
-    def _run_last_norm(self) -> None:
-        """The base model's norm, of hidden states that nothing reads."""
-        head = next((parts[-1] for parts in self._run.stages.values() if parts[-1].path == "head"), None)
-        events = (head.events.forward_no_grad or head.events.forward) if head is not None else ()
-        if head is not None and (-1, Mark.FINAL_NORM_END) in events:
-            run = PartRun(head)
-            drain(self._play(run, events[: events.index((-1, Mark.FINAL_NORM_END))], "F"))
-            self._allocator.free_all(run.blocks.values())
 
     def _hand_on(self, stage: int, microbatch: int, x: Block) -> None:
         """The output of a stage's forward: the next stage's input, or the loss and its gradient."""
@@ -414,17 +398,16 @@ class StepWalk:
     def _part_backward(self, run: PartRun, dy: Block, split: bool) -> Generator[None, None, Block | None]:
         """The gradient of its input. `split`: without the experts' weight gradients, for which `run` holds blocks then."""
         part, events, blocks = run.part, run.part.events, run.blocks
-        if part.placement == "recompute" and not blocks and events.second_run:
-            yield from self._play(run, events.second_run, "again")
-        elif part.placement == "recompute" and not blocks:
+        if part.placement == "recompute" and not blocks:
             self._allocator.free((yield from self._recompute(run)))
         blocks[events.gradient] = dy
         if run.x is not None:
             blocks[events.x] = run.x
         now, later = part.split_backward
         if not split:
-            now = part.without_expert_grads if self._run.sharing.adds_in_place and later else events.backward
-            later = ()
+            # The experts' weight gradients are made in the memory of their sum, where there is one.
+            elsewhere = part.expert_grads if self._run.sharing.adds_in_place and later else {}
+            now, later = tuple(event for event in events.backward if event[0] not in elsewhere), ()
         yield from self._play(run, now, "B")
         waiting = {n: blocks.pop(n) for n, size in later if not size and n in blocks}
         dx = self._take_dx(run)

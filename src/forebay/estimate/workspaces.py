@@ -6,23 +6,20 @@ without computing anything. A body that changes has to change here too: tests co
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from forebay.estimate.types import MULTIPROCESSORS, Mark
+from forebay.estimate.types import Mark
 from forebay.kernels.permute import CHUNK_SLOTS
 
 WorkspaceStep = tuple[str | int, int]
 """(name, bytes) allocates a buffer, (name, 0) frees it, (number, 0) allocates that result of the operation."""
 MARK = "mark"
 """The name of a step that allocates nothing: its number is a mark of `forebay.estimate.types`."""
-_THREADS, _WARP, _MOST_VALUES = 512, 32, 256  # of a reduction: threads of a block and of a warp, values a thread sums
-_FEW_TOKENS, _ROWS_A_THREAD = 3072, 10  # of an embedding's backward
-_RESIDENT = 2048  # threads of a multiprocessor of an H100 or H200
+_WARP, _FEW_TOKENS, _ROWS_A_THREAD = 32, 3072, 10  # of an embedding's backward
 
 
 def workspace_steps(name: str, args: Any, kwargs: Any, deferred: bool) -> tuple[WorkspaceStep, ...]:
@@ -135,21 +132,6 @@ def _softmax_backward(grad: Tensor, output: Tensor, *rest: Any, **_: Any) -> lis
     return [(0, 0), ("gradient times output", size), ("gradient times output", 0)]
 
 
-def _sum(x: Tensor, dims: Any = None, *rest: Any, **_: Any) -> list[WorkspaceStep]:
-    """A GPU reduction in which a thread would sum 256 values or more is split between blocks, which leave partial sums in memory
-    (`Reduce.cuh`). The bias gradient of 2048 tokens and 2880 columns takes 45 MiB this way, as in a recorded history. Result: the
-    sums."""
-    reduced = {d % x.dim() for d in dims} if dims else set(range(x.dim()))
-    kept = [(x.stride(d), x.shape[d]) for d in range(x.dim()) if d not in reduced and x.shape[d] > 1]
-    summed = [x.stride(d) for d in reduced if x.shape[d] > 1]
-    outputs = math.prod(n for _, n in kept)
-    if not summed or not outputs:
-        return []
-    across = bool(kept) and min(summed) > min(kept)[0]
-    size = _split_sum(outputs, x.numel() // outputs, across, max(4, x.element_size()))
-    return [(0, 0), ("parts", size), ("parts", 0)] if size else []
-
-
 def _embedding_backward(grad: Tensor, ids: Tensor, rows: int, *rest: Any, **_: Any) -> list[WorkspaceStep]:
     """Of more than 3072 tokens on a GPU (`EmbeddingBackwardKernel.cu`): a row in fp32 for each tenth token and for each distinct
     one, of which there may be as many as tokens. Result: the weight's gradient."""
@@ -161,29 +143,6 @@ def _embedding_backward(grad: Tensor, ids: Tensor, rows: int, *rest: Any, **_: A
     return [(0, 0), ("parts", parts), ("parts", 0)]
 
 
-def _split_sum(outputs: int, inputs: int, across: bool, width: int) -> int:
-    """Bytes of partial sums, of `width` bytes each. `across`: the summed values are not contiguous. Names as in `Reduce.cuh`,
-    `setReduceConfig`."""
-    vector = next(v for v in (4, 2, 1) if outputs % v == 0) if across else 1
-    threads = _THREADS // vector
-    dim0, dim1 = (outputs // vector, inputs) if across else (inputs, outputs)
-    dim0, dim1 = (min(1 << (n.bit_length() - 1), threads) for n in (dim0, dim1))
-    block_width = min(dim0, _WARP)
-    block_height = min(dim1, threads // block_width)
-    block_width = min(dim0, threads // block_height)
-    values = inputs if across else -(-inputs // block_width)
-    step_output = block_width if across else 1
-    if values < min(16 * block_height, _MOST_VALUES):
-        return 0  # blocks are split between outputs
-    values = -(-values // block_height)
-    grid = -(-(outputs // vector) // step_output)
-    target = MULTIPROCESSORS * (_RESIDENT // (block_width * block_height))
-    if values < _MOST_VALUES or grid > target:
-        return 0
-    blocks = max(min(-(-target // grid), -(-values // 16)), -(-values // _MOST_VALUES))
-    return width * outputs * blocks * (block_width * vector if across else 1) if blocks > 1 else 0
-
-
 _BODIES: Mapping[str, Callable[..., list[WorkspaceStep]]] = {
     "forebay.experts.default": _experts_workspace,
     "forebay.experts_backward.default": _experts_backward_workspace,
@@ -193,9 +152,7 @@ _BODIES: Mapping[str, Callable[..., list[WorkspaceStep]]] = {
     "aten._scaled_dot_product_cudnn_attention_backward.default": _attention_backward,
     "aten._softmax_backward_data.default": _softmax_backward,
     "aten.embedding_dense_backward.default": _embedding_backward,
-    "aten.sum.default": _sum,
-    "aten.sum.dim_IntList": _sum,
 }
 
-EAGER_ONLY = frozenset(name for name in _BODIES if name.startswith(("aten._softmax", "aten.sum", "aten.embedding")))
+EAGER_ONLY = frozenset(name for name in _BODIES if name.startswith(("aten._softmax", "aten.embedding")))
 """Workspaces of GPU kernels that compiled code does not call."""

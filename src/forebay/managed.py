@@ -221,7 +221,7 @@ def manage(
             model's own.
         offload: ``"fit"`` offloads what the link carries without stalling the GPU (where forwards and backwards alternate, as in
             a pipeline, also without slowing it down), as far as that lowers the peak; ``"all"`` everything placed so, on
-            a GPU but for what the backward reads at once: the last layer's.
+            a GPU but for what the backward reads at once: the last sublayer's.
         recompute: how ``recompute`` treats a MoE sublayer: ``"light"`` repeats the experts' first product and no communication;
             ``"full"`` repeats the whole sublayer; ``"save-dispatch"`` does too, but keeps the result of dispatch.
         dispatcher: expert parallelism: the token dispatcher (see `forebay.moe.dispatch`), which stays the caller's. The experts

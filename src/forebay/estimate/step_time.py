@@ -274,7 +274,7 @@ _CHUNKS, _CHUNKS_CONVERTED = 1.25, 2.2
 2.1 from bf16 to fp32 (benchmarks/results/nccl_links.json)."""
 _REDUCE_BESIDE: Mapping[int, float] = MappingProxyType({2: 0.74})
 """By GPUs, the share of its rate that a reduce-scatter reaches beside FSDP2's other kernels: 213 of 289 GB/s between two H200s
-(benchmarks/results/nccl_links.json). On four, FSDP2 is planned within 10 % with the rate of an engine's, which runs alone."""
+(benchmarks/results/nccl_links.json). On four it is not known: with the whole rate the grid's three runs are -0.5 to +13 % off."""
 
 
 @dataclass(frozen=True)

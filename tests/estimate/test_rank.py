@@ -130,7 +130,8 @@ def test_whole_steps_of_the_grid_are_planned_within_a_tenth(monkeypatch: pytest.
         assert found is not None
         took = max(statistics.median(rank["seconds"]) for rank in row["ranks"])
         errors.append(found.seconds / took - 1)
-    assert max(map(abs, errors)) < 0.21, errors
+    *others, pipeline = errors
+    assert max(map(abs, others)) < 0.2 and abs(pipeline) < 0.21, errors
     assert statistics.mean(map(abs, errors)) < 0.06, errors
 
 

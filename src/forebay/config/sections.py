@@ -173,8 +173,8 @@ class Memory:
     compile: bool = key(False, "Compile the decoder layers.")
     offload: str = key(
         "fit",
-        "'fit' offloads what the link to the host carries without making the GPU wait and lowers the peak, 'all' all that frees "
-        "memory.",
+        "'fit' offloads what the link to the host carries without making the GPU wait and lowers the peak, 'all' everything but, "
+        "on a GPU, what the last sublayer saves.",
         choices=("fit", "all"),
     )
     recompute: str = key(

@@ -318,8 +318,8 @@ def _ordered_backward(log: Log, named: PartEvents, made: dict[int, NewStorage], 
     frees = [e for e in inside if isinstance(e, Freed) and e.number in named.weight_grads]
     own = made_in(inside)
     # The experts' are added up before this piece of compiled code runs.
-    earlier, later = ([e for e in frees if (e.number in own) == is_own] for is_own in (False, True))
-    return [*earlier, *ordered, *later, *after]
+    earlier = [e for e in frees if e.number not in own]
+    return [*earlier, *ordered, *(e for e in frees if e.number in own), *after]
 
 
 def _without_last_weight_gradient(log: Log) -> tuple[Log, Log]:

@@ -63,6 +63,12 @@ class Part:
         """See `forebay.estimate.events.split_backward`; nothing waits if no matrix of the experts is trained."""
         return split_backward(self.events) if self.expert_grads else (self.events.backward, ())
 
+    @cached_property
+    def without_expert_grads(self) -> tuple[AllocEvent, ...]:
+        """The events of a backward whose experts' weight gradients are made in the memory of their sum, if they can wait."""
+        elsewhere = self.expert_grads if self.split_backward[1] else {}
+        return tuple(event for event in self.events.backward if event[0] not in elsewhere)
+
     @property
     def pages(self) -> int:
         """Bytes of the pages of the rows of x and of h that arrive."""

@@ -405,9 +405,7 @@ class StepWalk:
             blocks[events.x] = run.x
         now, later = part.split_backward
         if not split:
-            # The experts' weight gradients are made in the memory of their sum, where there is one.
-            elsewhere = part.expert_grads if self._run.sharing.adds_in_place and later else {}
-            now, later = tuple(event for event in events.backward if event[0] not in elsewhere), ()
+            now, later = part.without_expert_grads if self._run.sharing.adds_in_place else events.backward, ()
         yield from self._play(run, now, "B")
         waiting = {n: blocks.pop(n) for n, size in later if not size and n in blocks}
         dx = self._take_dx(run)

@@ -80,7 +80,8 @@ class Manager:
         claims: placements, from `forebay.policy.resolve`; placement "auto" leaves the choice to the solver.
         device: the device whose saved tensors are managed.
         budget: bytes that the step's peak may rise over the memory allocated before it; needs an offload or auto region.
-        offload: "fit" offloads what the link carries without waiting and lowers the peak, "all" all that frees memory.
+        offload: "fit" offloads what the link carries without waiting and lowers the peak, "all" everything but, on a GPU, what
+            the last call saves, which its backward reads at once.
         recompute: "light" uses a call site's `light_recompute` where it has one; any other mode of `forebay.memory.recompute`
             checkpoints the whole region.
         min_bytes: storages below this stay on the device. Default: 1 MiB on CUDA, 1 elsewhere.

@@ -1,4 +1,4 @@
-"""What a manager refuses, and where it cannot manage: claims, nested checkpoints, and saved tensors that belong to others."""
+"""What a `Manager` refuses (claims, modules that are under a checkpoint already), and what keeps it from saved tensors."""
 
 import torch
 from torch import nn

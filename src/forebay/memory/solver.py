@@ -343,9 +343,8 @@ def fit_link(timeline: Timeline, paths: frozenset[str]) -> Plan:
 
 
 def offload_all(timeline: Timeline, paths: frozenset[str]) -> Plan:
-    """Offload every item of the regions `paths` whose memory that frees: not what has not left when it is needed again, the last
-    call's above all. Where the link is too slow, a quarter of the bytes may be on their way at once: fewer free memory sooner and
-    wait longer."""
+    """Offload every item of the regions `paths`, but on a GPU those of the last call, which its backward reads at once. Where the
+    link is too slow, a quarter of the bytes may be on their way at once: fewer free memory sooner and wait longer."""
     assignment = Assignment.of(by_wait(timeline, paths))
     plan = simulate(timeline, assignment)
     if plan.stall_seconds <= STALL_TOLERANCE * sum(event.seconds for event in timeline.events):

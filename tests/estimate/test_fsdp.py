@@ -145,9 +145,9 @@ def test_resharded_experts_are_gathered_for_each_use(processes: int, weights: in
     assert allocator.allocated == 0
     peak(params.gather)
     for place in range(2):
-        peak(partial(params.compute_experts, place, True))
+        peak(partial(params.compute_experts, place, True, False, False))
         assert allocator.allocated == MIB
-        params.compute_experts(place, False)
+        params.compute_experts(place, False, False, False)
     first = 1 if (processes, weights) == (1, 2) else 2  # a process alone casts one by one at first
     later = 2 if (processes, weights) == (2, 2) else 1
     assert peaks == [first, 0, later, later]
@@ -191,6 +191,33 @@ def test_what_arrived_is_held_until_the_next_layer_is_copied_out() -> None:
         params.enter(place, True, False)
         params.leave(place, True, False, True)
     assert allocator.peak_allocated == (2 + 2 + 2) * MIB
+
+
+def test_experts_of_their_own_module_are_whole_between_the_dispatchers_transfers_only() -> None:
+    """EP 2 on two processes: 1 MiB of experts in bf16, whose gradient is cast to fp32 when their own backward ends."""
+    size = 1 << 19
+    groups = [
+        ParamGroup(0, name == "experts", processes, (GroupParam(name, "", size // processes, size, size),))
+        for name, processes in (("attention", 2), ("experts", 1))
+    ]
+    sharing = Sharing(data=2, ep=2, sharded=True, parameter=4, compute=2, summed=4, reshard=True, apart=True)
+    allocator = CachingAllocator()
+    params = FsdpLifecycle(allocator, groups, sharing, "compute")
+    for backward in (False, True):
+        held = []
+        params.enter(0, True, backward)
+        held.append(sorted(params._whole))
+        params.compute_experts(0, True, backward, True)
+        held.append(sorted(params._whole))
+        if backward:
+            params.keeps(0, "experts", allocator.malloc(MIB, "compute"))
+        params.compute_experts(0, False, backward, True)
+        held.append(sorted(params._whole))
+        assert held == [[0], [0, 1], [0]]
+        if not backward:
+            params.leave(0, True, False, True)
+            assert not params._whole
+    assert [block.size for block in params._sums[1]] == [2 * MIB]
 
 
 def test_a_graph_keeps_the_heads_sum_while_both_ends_are_reduced() -> None:

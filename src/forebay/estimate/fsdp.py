@@ -149,7 +149,7 @@ class ParamLifecycle:
     def leave(self, place: Any, mlp: bool, backward: bool, last: bool) -> None:
         """It ends."""
 
-    def compute_experts(self, place: Any, begin: bool) -> None:
+    def compute_experts(self, place: Any, begin: bool, backward: bool, last: bool) -> None:
         """The experts' own computation begins or ends, between the transfers of the token dispatcher."""
 
     def keeps(self, place: Any, name: str, block: Block) -> bool:
@@ -403,9 +403,22 @@ class FsdpLifecycle(_Sharded):
         self._order = sorted(layers, key=lambda n: (groups[n].place, not groups[n].experts))
 
     def enter(self, place: Any, mlp: bool, backward: bool) -> None:
-        for n in self._layers[place]:
-            later = self._groups[n].experts and not mlp
-            if later or n in self._whole:
+        self._unshard([n for n in self._layers[place] if not self._groups[n].experts], backward)
+
+    def compute_experts(self, place: Any, begin: bool, backward: bool, last: bool) -> None:
+        """The hooks of the experts' module, which the token dispatcher is around."""
+        experts = [n for n in self._layers[place] if self._groups[n].experts]
+        if begin:
+            self._unshard(experts, backward)
+        elif backward:
+            self._finish(experts, last)
+        elif self._s.reshard:
+            for n in experts:
+                self._reshard(n)
+
+    def _unshard(self, numbers: Sequence[int], backward: bool) -> None:
+        for n in numbers:
+            if n in self._whole:
                 continue
             arriving = self._prefetched.pop(n) if n in self._prefetched else self._gather(n, GATHER)
             self._copy_out(n)
@@ -424,9 +437,9 @@ class FsdpLifecycle(_Sharded):
                 self._allocator.clear(self._arriving)
                 for n in self._layers[place] if self._s.reshard else ():
                     self._reshard(n)
-        elif backward:
-            self._finish([n for n in self._layers[place] if self._groups[n].experts == mlp], last)
-        elif mlp and self._s.reshard:
+        elif backward and not mlp:
+            self._finish([n for n in self._layers[place] if not self._groups[n].experts], last)
+        elif not backward and mlp and self._s.reshard:
             for n in self._layers[place]:
                 self._reshard(n)
 
@@ -591,13 +604,13 @@ class UnshardedLifecycle(_Sharded):
         """Gather the experts, if they are resharded. Under expert parallelism `compute_experts` does, because other microbatches
         compute inside a sublayer."""
         if mlp and self._s.ep == 1:
-            self.compute_experts(place, True)
+            self.compute_experts(place, True, backward, False)
 
     def leave(self, place: Any, mlp: bool, backward: bool, last: bool) -> None:
         if mlp and self._s.ep == 1:
-            self.compute_experts(place, False)
+            self.compute_experts(place, False, backward, last)
 
-    def compute_experts(self, place: Any, begin: bool) -> None:
+    def compute_experts(self, place: Any, begin: bool, backward: bool, last: bool) -> None:
         n = self._expert_groups.get(place)
         if n is not None and begin and n not in self._whole:
             self._gather_all_of([n])

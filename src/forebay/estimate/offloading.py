@@ -37,6 +37,7 @@ class PartRun:
         calls: what each of its calls saves that a store would take, (storage, bytes); see `calls_of`.
         keys: of its calls in the manager's step.
         following: in a backward, the part whose backward is next.
+        in_last: whether the microbatch is the step's last.
     """
 
     part: Part
@@ -50,6 +51,7 @@ class PartRun:
     calls: tuple[list[tuple[int, int]], ...] = ()
     keys: tuple[Key, ...] = ()
     following: PartRun | None = None
+    in_last: bool = False
 
     @property
     def last(self) -> int:

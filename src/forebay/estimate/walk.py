@@ -241,7 +241,7 @@ class StepWalk:
         for nth, part in enumerate(parts):
             if x is None and part.path != "embedding":
                 x = self._malloc(self._run.hidden)
-            run = self._begin_part(part, x)
+            run = self._begin_part(part, x, microbatch == self._last)
             runs.append(run)
             if part.path == "head" and x is not None and not part.events.saves_x:
                 self._model_inputs.append(x)
@@ -256,7 +256,7 @@ class StepWalk:
                     self._free_input(run)
             if part.balance and not self._run.router_loss:
                 run.balance = self._malloc(part.balance, ACTIVATIONS)
-            self._params.leave(part.place, part.mlp, False, microbatch == self._last)
+            self._params.leave(part.place, part.mlp, False, run.in_last)
             self._end_part("forward")
             if part.alone or not part.attention:
                 self._allocator.clear(self._layer_inputs)
@@ -292,11 +292,11 @@ class StepWalk:
         self._place_saved(run)
         return output
 
-    def _begin_part(self, part: Part, x: Block | None) -> PartRun:
+    def _begin_part(self, part: Part, x: Block | None, in_last: bool) -> PartRun:
         shared = self._make_tables(part)
         self._running["forward"] = part.path
         self._params.enter(part.place, part.mlp, False)
-        run = PartRun(part, x=x, shared=shared)
+        run = PartRun(part, x=x, shared=shared, in_last=in_last)
         if part.held and self._given:
             run.held = [self._given[place] for place in part.held]
             self._model_inputs = [block for block in self._model_inputs if block not in run.held]
@@ -377,7 +377,7 @@ class StepWalk:
             dx = yield from self._part_backward(run, dy, split)
             if run.blocks:
                 waiting.append(run)
-            self._params.leave(part.place, part.mlp, True, microbatch == self._last)
+            self._params.leave(part.place, part.mlp, True, run.in_last)
             self._end_part("backward")
             if dx is None:
                 break
@@ -533,7 +533,7 @@ class StepWalk:
                 if engine and transfers == (way == "B"):
                     self._manager.begin_second_call(run, way)
                 if not transfers:
-                    self._params.compute_experts(part.place, True)
+                    self._params.compute_experts(part.place, True, way == "B", run.in_last)
                 transfers += 1
         if due:
             yield from due
@@ -581,7 +581,7 @@ class StepWalk:
             number, size = run.part.stashed_x
             run.blocks[number] = self._malloc(size)
         elif mark == Mark.ALL_TO_ALL_BEGIN and transfers:
-            self._params.compute_experts(run.part.place, False)
+            self._params.compute_experts(run.part.place, False, way == "B", run.in_last)
         elif mark == Mark.ALL_TO_ALL_BEGIN and way == "F" and self._run.engine:
             self._end_stage(run)
 

@@ -89,8 +89,8 @@ class OffloadManager:
         self._released_at: dict[tuple[str, Key], list[Key]] = {}
 
     def end_measuring(self) -> bool:
-        """Stop to measure for `policy = "auto"` if enough steps were; returns whether that is now. Called at the end of the
-        trainer's step and before each of the manager's."""
+        """Stop to measure for `policy = "auto"` if enough steps were; returns whether that is now. Called at the end of an
+        engine's step and before each of the manager's."""
         over = self.measures and self._steps >= MEASURED_STEPS
         self.measures = self.measures and not over
         return over

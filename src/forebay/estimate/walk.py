@@ -210,9 +210,10 @@ class StepWalk:
                     self._arrived[action.kind[-1], action.stage, action.microbatch] = self._malloc(self._run.hidden)
 
     def end(self) -> list[Block]:
-        """Free what was sent. The gradients of embedded tokens remain."""
+        """Free what was sent. The gradients of embedded tokens remain. Without an engine the next step's forward plans."""
         self._allocator.clear(self._sent)
-        self._plan_if_measured()
+        if self._run.engine:
+            self._plan_if_measured()
         return self._token_grads
 
     def _overlap_fwd_bwd(self, forward: Action, backward: Action) -> None:

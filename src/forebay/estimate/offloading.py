@@ -95,13 +95,14 @@ class OffloadManager:
         self.measures = self.measures and not over
         return over
 
-    def begin_step(self, alone: bool) -> None:
-        """`alone`: the trainer's step has one microbatch, which makes the gradients; several find those of the first."""
+    def begin_step(self, alone: bool, own: int = 0) -> None:
+        """`alone`: the trainer's step has one microbatch, which makes the gradients; several find those of the first.
+        `own`: bytes that the step has allocated already."""
         self._steps += 1
         self._runs, self._calls = {}, {}
         if self._steps == MEASURED_STEPS:
             not_before = [OPTIMIZER, GRADIENTS] if alone else [OPTIMIZER]
-            self.before = self._allocator.allocated - sum(self._allocator.by_role[role] for role in not_before)
+            self.before = self._allocator.allocated - own - sum(self._allocator.by_role[role] for role in not_before)
         if self._steps > MEASURED_STEPS and self._link is not None and self.plan is None:
             numbers = {key: number for number, key in enumerate(self._figures)}
             events = (TimelineEvent(kind, numbers[key], seconds) for kind, key, seconds in self._events)

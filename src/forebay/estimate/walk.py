@@ -269,8 +269,13 @@ class StepWalk:
         self._hand_on(stage, microbatch, x)
 
     def _begin_managed_step(self) -> None:
+        """Without an engine FSDP2's hook of the whole model has gathered its parameters by then."""
+        before = self._allocator.allocated
+        if not self._run.engine:
+            self._params.enter("embedding", False, False)
+        gathered = self._allocator.allocated - before
         self._plan_if_measured()
-        self._manager.begin_step(self._last == 0)
+        self._manager.begin_step(self._last == 0, gathered)
 
     def _plan_if_measured(self) -> None:
         if self._manager.end_measuring():

@@ -50,11 +50,12 @@ def _experts_workspace(
     rounds = save_h == "fp8"
     steps += [("rows of x", e * rows * hidden), (h, 2 * e * rows * inner), ("rows of x", 0)]
     steps += [(1, 0), ("activation", e * rows * inner), ("h", 0)] if rounds else [("activation", e * rows * inner)]
-    steps += [("rows of y", e * rows * hidden), ("activation", 0)]
+    experts = gate_up.shape[0]
     if down_bias is not None:
-        steps += [("map", 4 * tokens * gate_up.shape[0]), ("bias", e * tokens * hidden)]
-    steps += [(0, 0), ("rows of y", 0)]
+        steps += [("map", 4 * tokens * experts), *_using("cast map", e * tokens * experts, ("bias", e * tokens * hidden))]
+    steps += [("rows of y", e * rows * hidden), ("activation", 0), (0, 0)]
     steps += [("bias", 0), ("map", 0)] if down_bias is not None else []
+    steps += [("rows of y", 0)]
     return steps + ([] if save_h else [("h", 0)])
 
 

@@ -192,17 +192,39 @@ def test_public_names_are_listed_before_they_are_used() -> None:
     ("options", "error", "says"),
     [
         ({"precision": "int8"}, ValueError, "precision must be 'exact' or 'fp8', got 'int8'"),
-        ({"max_rows": -1}, ValueError, "max_rows must be at least 0"),
+        ({"max_rows": -1}, ValueError, "max_rows must be an integer of at least 0"),
         ({"down": torch.ones(4, 8, 3, dtype=torch.int64)}, TypeError, "expert weights .* share a dtype"),
         ({name: torch.ones(4, *n, dtype=torch.int64) for name, n in (("gate_up", (6, 8)), ("down", (8, 3)))},
          TypeError, "expert weights must be floating point, got torch.int64"),
+        ({"max_rows": 2.5}, TypeError, "max_rows must be an integer of at least 0, or None for T\\*K, got 2.5"),
+        ({"ids": [[0, 1]] * 5}, TypeError, "ids must be a torch.Tensor, got list"),
+        ({"weights": torch.ones(5, 2).numpy()}, TypeError, "weights must be a torch.Tensor, got ndarray"),
+        ({"down": None}, TypeError, "down must be a torch.Tensor, got NoneType"),
+        ({"down_bias": 1.0}, TypeError, "down_bias must be a torch.Tensor, got float"),
+        ({"x": torch.ones(5, 8, dtype=torch.int64)}, TypeError, "x must be floating point, got torch.int64"),
     ],
 )  # fmt: skip
 def test_experts_refuse(options: dict[str, Any], error: type[Exception], says: str) -> None:
     stacks = {"gate_up": torch.ones(4, 6, 8), "down": torch.ones(4, 8, 3)}
-    routed = torch.ones(5, 8), torch.zeros(5, 2, dtype=torch.int64), torch.ones(5, 2)
+    routed = {"x": torch.ones(5, 8), "ids": torch.zeros(5, 2, dtype=torch.int64), "weights": torch.ones(5, 2)}
     with pytest.raises(error, match=says):
-        forebay.experts(*routed, **{**stacks, **options})
+        forebay.experts(**{**routed, **stacks, **options})
+
+
+def test_dispatch_and_combine_refuse() -> None:
+    dispatcher = make_dispatcher("auto", None, 4, tokens=5, hidden=8, slots_per_token=2, dtype=torch.float32)
+    x, ids, weights = torch.ones(5, 8), torch.zeros(5, 2, dtype=torch.int64), torch.ones(5, 2)
+    with pytest.raises(TypeError, match=r"ids must be integers, got torch.float32"):
+        dispatch(x, ids.float(), weights, dispatcher)
+    with pytest.raises(TypeError, match=r"weights must be floating point, got torch.int64"):
+        dispatch(x, ids, ids, dispatcher)
+    with pytest.raises(TypeError, match=r"dispatcher must be a TokenDispatcher, got NoneType"):
+        dispatch(x, ids, weights, None)  # type: ignore[arg-type]
+    sent = dispatch(x, ids, weights, dispatcher)
+    with pytest.raises(TypeError, match=r"handle must be the `handle` of what dispatch returned, got Dispatched"):
+        combine(sent.rows, sent)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"4.5 experts"):
+        make_dispatcher("auto", None, 4.5, tokens=5, hidden=8, slots_per_token=2, dtype=torch.float32)  # type: ignore[arg-type]
 
 
 def test_combine_of_one_rank_refuses_rows_of_another_dispatch() -> None:

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from forebay.kernels.cross_entropy import cross_entropy_, scale
+from forebay.moe.routing import check_tensors
 
 # Time and peak memory on an H200, T 16384, bf16, forward and backward, torch 2.11:
 #     V 32768,  H 2048:  9.9 ms,  672 MiB (torch's linear and cross entropy: 14.9 ms, 6176 MiB)
@@ -69,7 +70,7 @@ def linear_cross_entropy(
 
     Raises:
         ValueError: shapes that do not fit, tensors on two devices, an unknown reduction, chunk_tokens below 1.
-        TypeError: differing or integer dtypes, targets not int64.
+        TypeError: arguments that are no tensors or numbers, differing or integer dtypes, targets not int64.
         RuntimeError: called under a transform of torch.func.
     """
     if reduction not in ("mean", "sum"):
@@ -79,6 +80,10 @@ def linear_cross_entropy(
             "linear_cross_entropy does not run under transforms of torch.func (grad, vmap, jvp): use torch.autograd.grad, or "
             "F.cross_entropy(F.linear(hidden, weight), targets)"
         )
+    check_tensors(hidden=hidden, weight=weight, targets=targets, **({} if bias is None else {"bias": bias}))
+    for name, number in (("ignore_index", ignore_index), ("chunk_tokens", 1 if chunk_tokens is None else chunk_tokens)):
+        if not isinstance(number, (int, torch.SymInt)):
+            raise TypeError(f"{name} must be an integer, got {number!r}")
     hidden, weight, bias = _cast_for_autocast(hidden, weight, bias)
     _check(hidden, weight, targets, bias)
     if chunk_tokens is None:

@@ -53,7 +53,7 @@ class TokenDispatcher(OpaqueBase):
         about: which dispatcher `make_dispatcher` made, and why.
 
     Raises:
-        ValueError: E is no multiple of P.
+        ValueError: E is no multiple of P, or not a number of 1 or more.
     """
 
     rank: int
@@ -62,6 +62,8 @@ class TokenDispatcher(OpaqueBase):
     about: str = ""
 
     def __init__(self, rank: int, size: int, num_experts: int):
+        if not isinstance(num_experts, int) or num_experts < 1:
+            raise ValueError(f"{num_experts!r} experts are no whole number of 1 or more")
         if num_experts % size:
             raise ValueError(
                 f"{num_experts} experts cannot be divided evenly among {size} ranks; valid expert-parallel sizes are "
@@ -342,8 +344,11 @@ def dispatch(x: Tensor, ids: Tensor, weights: Tensor, dispatcher: TokenDispatche
 
     Raises:
         ValueError: shapes that do not fit, or more tokens than the dispatcher was made for.
+        TypeError: arguments of other types or dtypes.
     """
     check_routed(x, ids, weights)
+    if not isinstance(dispatcher, TokenDispatcher):
+        raise TypeError(f"dispatcher must be a TokenDispatcher, got {type(dispatcher).__name__}; see make_dispatcher")
     if dispatcher.size == 1:
         return Dispatched(x, ids, weights, None, DispatchHandle([], dispatcher, x.shape[0]))
     rows, local_ids, row_weights, handle = dispatch_op(x, ids, weights, dispatcher)
@@ -360,7 +365,10 @@ def combine(rows: Tensor, handle: DispatchHandle, init: Tensor | None = None) ->
 
     Raises:
         ValueError: with one rank, another number of rows than were dispatched.
+        TypeError: a handle that is not of `dispatch`.
     """
+    if not isinstance(handle, DispatchHandle):
+        raise TypeError(f"handle must be the `handle` of what dispatch returned, got {type(handle).__name__}")
     if handle.dispatcher.size == 1:
         if rows.shape[0] != handle.n_tokens:
             raise ValueError(

@@ -43,7 +43,7 @@ from forebay.moe.experts_op import (
     undispatched,
 )
 from forebay.moe.low_rank import LowRank
-from forebay.moe.routing import Routing, check_routed
+from forebay.moe.routing import Routing, check_routed, check_tensors
 from forebay.moe.wgrad import DeferredWeightGradient, WeightEdges, WeightGradientOperands, WeightGradients, gate_up_edge
 
 
@@ -91,7 +91,7 @@ def experts(
     of its experts.
 
     Args:
-        x: [T, H]. Computed in the weights' dtype, whatever its own (autocast passes fp32 tokens to bf16 weights).
+        x: [T, H], any floating dtype. Computed in the weights' dtype (autocast passes fp32 tokens to bf16 weights).
         ids: [T, K], any integer dtype: the router's choices. Ids outside [0, E) are sentinels: their slots add nothing, and
             their weights get a zero gradient.
         weights: [T, K], any floating dtype; their gradient has it too.
@@ -119,7 +119,8 @@ def experts(
     Raises:
         ValueError: shapes that do not fit, several devices, an unknown activation or precision, a negative `max_rows`, or
             updates of experts with pages or deferred gradients.
-        TypeError: weights of several dtypes, or weights or factors that are not floating point.
+        TypeError: arguments that are no tensors, weights of several dtypes, ids that are no integers, or other tensors that are
+            not floating point.
         RuntimeError: called under a transform of torch.func.
     """
     _refuse_transforms()
@@ -130,9 +131,7 @@ def experts(
     Glu(activation, interleaved, alpha, limit)
     if precision not in ("exact", "fp8"):
         raise ValueError(f"precision must be 'exact' or 'fp8', got {precision!r}")
-    # A number is checked, a SymInt is not: the comparison would become a guard.
-    if not torch.compiler.is_compiling() and isinstance(max_rows, int) and max_rows < 0:
-        raise ValueError(f"max_rows must be at least 0, or None for T*K, got {max_rows}")
+    _check_max_rows(max_rows)
     defers = deferred is not None and (gate_up.requires_grad or down.requires_grad)
     _refuse_with_updates(gate_up_update or down_update, pages is not None or defers)
     a1, b1, s1 = gate_up_update or (None, None, 1.0)
@@ -202,6 +201,8 @@ def _check(
     transposed: bool,
 ) -> None:
     check_routed(x, ids, weights)
+    biases = {"gate_up_bias": gate_up_bias, "down_bias": down_bias}
+    check_tensors(gate_up=gate_up, down=down, **{name: bias for name, bias in biases.items() if bias is not None})
     if gate_up.dim() != 3 or down.dim() != 3:
         raise ValueError(f"expert weights must be stacks, got {tuple(gate_up.shape)}, {tuple(down.shape)}")
     num_experts, hidden = gate_up.shape[0], x.shape[1]
@@ -227,6 +228,15 @@ def _check(
     devices = {t.device for t in (x, ids, weights, *stacks)}
     if len(devices) > 1:
         raise ValueError(f"tokens, ids and expert weights must be on one device, got {sorted(map(str, devices))}")
+
+
+def _check_max_rows(max_rows: int | None) -> None:
+    # A number is checked, a SymInt is not: the comparison would become a guard.
+    if max_rows is None or isinstance(max_rows, torch.SymInt) or torch.compiler.is_compiling():
+        return
+    if not isinstance(max_rows, int) or max_rows < 0:
+        error = ValueError if isinstance(max_rows, int) else TypeError
+        raise error(f"max_rows must be an integer of at least 0, or None for T*K, got {max_rows!r}")
 
 
 def _refuse_transforms() -> None:

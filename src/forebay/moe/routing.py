@@ -29,8 +29,22 @@ class Routing(NamedTuple):
     offs: Tensor
 
 
+def check_tensors(**given: object) -> None:
+    """TypeError that names the first argument that is no tensor."""
+    for name, value in given.items():
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(value).__name__}")
+
+
 def check_routed(x: Tensor, ids: Tensor, weights: Tensor) -> None:
-    """ValueError unless x is [T, H], and ids and weights are [T, K]."""
+    """TypeError unless x and weights are floating point and ids integers, ValueError unless x is [T, H], and ids and weights are
+    [T, K]."""
+    check_tensors(x=x, ids=ids, weights=weights)
+    for name, tensor in (("x", x), ("weights", weights)):
+        if not tensor.is_floating_point():
+            raise TypeError(f"{name} must be floating point, got {tensor.dtype}")
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise TypeError(f"ids must be integers, got {ids.dtype}")
     if x.dim() != 2 or ids.dim() != 2 or ids.shape[0] != x.shape[0] or weights.shape != ids.shape:
         raise ValueError(
             f"x [T, H], ids and weights [T, K] do not fit: {tuple(x.shape)}, {tuple(ids.shape)}, {tuple(weights.shape)}"

@@ -351,6 +351,30 @@ def test_a_mesh_is_planned_until_it_is_known_not_to_fit(monkeypatch: pytest.Monk
     assert nearest.peak == peaks[0] and not nearest.at_least and nearest.fits is False
 
 
+def test_the_nearest_mesh_is_the_one_that_needs_the_smallest_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A larger share for the plan's own error may need more than a higher peak does."""
+    FakePlanner(monkeypatch)
+    calls = []
+
+    def fit(config: Config, plan: Any, world: int, *_: Any, stop_above: int | None, **__: Any) -> Fit:
+        calls.append(pp := config.parallel.pp)
+        assert len(calls) < 50
+        size, error = (100_000_000, 0.05) if pp == 1 else (96_000_000, 0.15)
+        ranks = tuple(RankFit(n, size, 0, 0, 0, 0, 0, "here", error=error) for n in range(pp))
+        return Fit(
+            ranks if stop_above is None or least_budget(size, error) <= stop_above else ranks[:1],
+            world,
+            1,
+            None,
+            (),
+            (),
+        )
+
+    monkeypatch.setattr(search_module, "fit_run", fit)
+    found = search(PlanRequest(tiny()), "mesh", 2, 50_000_000)
+    assert found.candidates[0].mesh.pp == 1 and "No mesh fits" in found.sentence
+
+
 def test_the_headroom_of_a_mesh_is_that_of_its_plan() -> None:
     """A called step of one GPU has a larger share than those of several."""
     request = PlanRequest(tiny(memory={"graph": False}))

@@ -151,8 +151,15 @@ def meshes(gpus: int, replicate: int = 1, node: int | None = None) -> Iterator[M
 
 
 def ranked(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """Those that fit first; among them the fastest; without times, those with the lowest peak."""
-    return sorted(candidates, key=lambda c: (c.fits is False, (c.fits is not False and c.seconds) or 0.0, c.peak))
+    """Those that fit first; among them the fastest; without times, those with the lowest peak. Of those that do not fit, the one
+    that needs the smallest budget is first."""
+
+    def order(c: Candidate) -> tuple[bool, float, int]:
+        if c.fits is False:
+            return True, 0.0, least_budget(c.peak, c.error)
+        return False, c.seconds or 0.0, c.peak
+
+    return sorted(candidates, key=order)
 
 
 SEARCHES = ("microbatch", "sequence", "layers", "mesh")

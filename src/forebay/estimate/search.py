@@ -139,6 +139,9 @@ class Candidate:
     at_least: bool = False
     error: float = SEVERAL_GPUS_ERROR
 
+    def headroom(self, budget: int) -> int:
+        return headroom(self.peak, budget, self.error)
+
 
 def meshes(gpus: int, replicate: int = 1, node: int | None = None) -> Iterator[MeshShape]:
     """Every mesh, whether a model can use it or not: with `replicate` replicas, and, if that is one and a host has `node` GPUs,
@@ -240,7 +243,7 @@ class Search:
 
 
 def _room(c: Candidate, budget: int) -> str:
-    room = headroom(c.peak, budget, c.error)
+    room = c.headroom(budget)
     return format_bytes(room) if room >= 0 else "< " * c.at_least + f"-{format_bytes(-room)}"
 
 

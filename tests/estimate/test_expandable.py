@@ -22,7 +22,7 @@ def test_pages_are_mapped_as_a_segment_grows() -> None:
 
 def test_what_no_address_space_holds_is_an_error_that_names_the_keys() -> None:
     allocator = ExpandableAllocator()
-    with pytest.raises(UsageError, match=r"more than 128 TiB; valid is a shorter train\.sequence"):
+    with pytest.raises(UsageError, match=r"more than 128 TiB; valid is a smaller model, a shorter train\.sequence"):
         allocator.malloc(1 << 48)
 
 

@@ -9,7 +9,7 @@ import pytest
 from forebay.config import from_mapping
 from forebay.config.fast_path import GRAPH_NODES
 from forebay.estimate.device import load
-from forebay.estimate.fit import headroom, largest_total, least_budget, planning_error
+from forebay.estimate.fit import RankFit, headroom, largest_total, least_budget, planning_error
 from forebay.estimate.layers import plan_layers
 from forebay.estimate.plan import Fit, fit_run
 
@@ -84,6 +84,14 @@ def test_a_verdict_says_the_share_of_its_run(memory: dict[str, object], auto: in
     total, error = found.fullest.total, found.as_dict()["error"]
     assert f"{100 * error:.0f} %" in words
     assert found.fullest.headroom(least_budget(total, error)) == 0
+
+
+def test_a_verdict_is_that_of_the_rank_that_fits_least() -> None:
+    """Its share is larger, as that of a rank with chosen placements that offload."""
+    larger = RankFit(0, 100 << 20, 0, 0, 0, 0, 0, "head", error=0.05)
+    looser = RankFit(1, 96 << 20, 0, 0, 0, 0, 0, "head", error=0.15)
+    fit = Fit((larger, looser), 2, 1, 107 << 20, (), ())
+    assert not fit.fits and fit.verdict().startswith("Does not fit 107.00 MiB") and "on rank 1" in fit.verdict()
 
 
 def planned(graph: bool, device: str = "cuda", packing: str = "joined", **more: Any) -> Fit:

@@ -32,6 +32,7 @@ from forebay.estimate.search import Candidate, MeshShape, largest, largest_of_bo
 from forebay.estimate.trace import trace_model
 from forebay.estimate.trace_cache import TraceCache
 from forebay.estimate.types import ModelTrace
+from forebay.policy import format_bytes
 from forebay.train import hf_io
 
 pytestmark = pytest.mark.usefixtures("shared_traces")
@@ -348,6 +349,42 @@ def test_a_mesh_is_planned_until_it_is_known_not_to_fit(monkeypatch: pytest.Monk
     monkeypatch.undo()
     nearest = search(request, "mesh", 4, least_budget(peaks[0]) - 1).candidates[0]
     assert nearest.peak == peaks[0] and not nearest.at_least and nearest.fits is False
+
+
+def test_the_nearest_mesh_is_the_one_that_needs_the_smallest_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A larger share for the plan's own error may need more than a higher peak does."""
+    FakePlanner(monkeypatch)
+    calls = []
+
+    def fit(config: Config, plan: Any, world: int, *_: Any, stop_above: int | None, **__: Any) -> Fit:
+        calls.append(pp := config.parallel.pp)
+        assert len(calls) < 50
+        size, error = (100_000_000, 0.05) if pp == 1 else (96_000_000, 0.15)
+        ranks = tuple(RankFit(n, size, 0, 0, 0, 0, 0, "here", error=error) for n in range(pp))
+        return Fit(
+            ranks if stop_above is None or least_budget(size, error) <= stop_above else ranks[:1],
+            world,
+            1,
+            None,
+            (),
+            (),
+        )
+
+    monkeypatch.setattr(search_module, "fit_run", fit)
+    found = search(PlanRequest(tiny()), "mesh", 2, 50_000_000)
+    assert found.candidates[0].mesh.pp == 1 and "No mesh fits" in found.sentence
+
+
+def test_the_headroom_of_a_mesh_is_that_of_its_plan() -> None:
+    """A called step of one GPU has a larger share than those of several."""
+    request = PlanRequest(tiny(memory={"graph": False}))
+    peak = search(request, "mesh", 1, 1 << 40).candidates[0].peak
+    found = search(request, "mesh", 1, least_budget(peak, 0.06))
+    table = found.table()
+    assert table is not None and found.candidates[0].fits is False
+    room = found.fit.fullest.headroom(least_budget(peak, 0.06))
+    (shown,) = next(column for column in table.columns if column.header == "headroom").cells
+    assert shown == f"-{format_bytes(-room)}" and found.candidates[0].headroom(least_budget(peak, 0.06)) == room
 
 
 @pytest.mark.parametrize(

@@ -85,8 +85,8 @@ class ExpandableAllocator(CachingAllocator):
         block = next(places, None)
         if block is None:
             raise UsageError(
-                f"a process would need more than {_ADDRESSES >> 40} TiB; valid is a shorter train.sequence, or a smaller "
-                "train.microbatch"
+                f"a process would need more than {_ADDRESSES >> 40} TiB; valid is a smaller model, a shorter train.sequence "
+                "or a smaller train.microbatch"
             )
         if not block.mapped:
             block = self._map(pool, block, size)

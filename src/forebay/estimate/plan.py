@@ -22,7 +22,7 @@ from forebay.config.sections import AUTO
 from forebay.errors import UsageError, nearest
 from forebay.estimate.device import DEFAULT, DeviceProfile
 from forebay.estimate.device import load as load_device
-from forebay.estimate.fit import RankFit
+from forebay.estimate.fit import RankFit, least_budget
 from forebay.estimate.layer_time import Clock, is_symmetric
 from forebay.estimate.layers import LayerPlan, fast_path_of, shape_of, sharing_of
 from forebay.estimate.placement import Choice, Option, by_kind, sentences
@@ -193,7 +193,8 @@ class Fit:
 
     @property
     def fullest(self) -> RankFit:
-        return max(self.ranks, key=lambda r: r.total)
+        """The rank that needs the largest budget: shares for the plan's own error may differ by rank."""
+        return max(self.ranks, key=lambda r: least_budget(r.total, r.error))
 
     def verdict(self) -> str:
         most = self.fullest

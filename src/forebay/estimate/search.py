@@ -20,7 +20,7 @@ from rich.table import Table
 from forebay.config import Config, check_experts, check_world, divisors, from_mapping
 from forebay.errors import UsageError
 from forebay.estimate.device import DeviceProfile
-from forebay.estimate.fit import headroom, least_budget
+from forebay.estimate.fit import SEVERAL_GPUS_ERROR, headroom, least_budget
 from forebay.estimate.layers import LayerPlan, fast_path_of, plan_layers, shape_of, sharing_of
 from forebay.estimate.plan import Fit, PlanRequest, bounding, fit_run
 from forebay.estimate.processes import forked_map
@@ -128,6 +128,7 @@ class Candidate:
         fits: None without a budget.
         seconds: of a step; None without a device, or if it was not needed.
         at_least: the peak may be higher: planning stopped where it did not fit.
+        error: share of the peak that is left for the plan's own error.
     """
 
     mesh: MeshShape
@@ -136,6 +137,10 @@ class Candidate:
     fits: bool | None
     seconds: float | None
     at_least: bool = False
+    error: float = SEVERAL_GPUS_ERROR
+
+    def headroom(self, budget: int) -> int:
+        return headroom(self.peak, budget, self.error)
 
 
 def meshes(gpus: int, replicate: int = 1, node: int | None = None) -> Iterator[MeshShape]:
@@ -149,8 +154,15 @@ def meshes(gpus: int, replicate: int = 1, node: int | None = None) -> Iterator[M
 
 
 def ranked(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """Those that fit first; among them the fastest; without times, those with the lowest peak."""
-    return sorted(candidates, key=lambda c: (c.fits is False, (c.fits is not False and c.seconds) or 0.0, c.peak))
+    """Those that fit first; among them the fastest; without times, those with the lowest peak. Of those that do not fit, the one
+    that needs the smallest budget is first."""
+
+    def order(c: Candidate) -> tuple[bool, float, int]:
+        if c.fits is False:
+            return True, 0.0, least_budget(c.peak, c.error)
+        return False, c.seconds or 0.0, c.peak
+
+    return sorted(candidates, key=order)
 
 
 SEARCHES = ("microbatch", "sequence", "layers", "mesh")
@@ -231,7 +243,7 @@ class Search:
 
 
 def _room(c: Candidate, budget: int) -> str:
-    room = headroom(c.peak, budget)
+    room = c.headroom(budget)
     return format_bytes(room) if room >= 0 else "< " * c.at_least + f"-{format_bytes(-room)}"
 
 
@@ -515,7 +527,7 @@ def _mesh(runs: _Runs, budget: int | None, progress: Callable[[str], None]) -> S
         candidates = _in_order(every, known)
         while candidates and candidates[0].at_least:  # none fits: the nearest is wanted
             progress(f"no mesh fits; looking for the nearest: {candidates[0].mesh}{_so_far(best)}")
-            enough = None if best is None else least_budget(best[0].peak)
+            enough = None if best is None else least_budget(best[0].peak, best[0].error)
             planned = _plan_mesh(runs, budget, enough, runs.processes, candidates[0].mesh)
             known[candidates[0].mesh], best = planned[0], _better(best, planned[1])
             candidates = _in_order([candidates[0].mesh, *every], known)
@@ -558,7 +570,7 @@ def _plan_mesh(
     except UsageError as error:
         return str(error), None
     most, seconds, whole = fit.fullest, None if fit.step is None else fit.step.seconds, len(fit.ranks) == mesh.pp
-    candidate = Candidate(mesh, most.total, most.rank, fit.fits, seconds, at_least=not whole)
+    candidate = Candidate(mesh, most.total, most.rank, fit.fits, seconds, not whole, most.error)
     return candidate, (candidate, config, plan, fit) if whole else None
 
 

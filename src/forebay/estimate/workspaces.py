@@ -52,7 +52,10 @@ def _experts_workspace(
     steps += [(1, 0), ("activation", e * rows * inner), ("h", 0)] if rounds else [("activation", e * rows * inner)]
     experts = gate_up.shape[0]
     if down_bias is not None:
-        steps += [("map", 4 * tokens * experts), *_using("cast map", e * tokens * experts, ("bias", e * tokens * hidden))]
+        steps += [
+            ("map", 4 * tokens * experts),
+            *_using("cast map", e * tokens * experts, ("bias", e * tokens * hidden)),
+        ]
     steps += [("rows of y", e * rows * hidden), ("activation", 0), (0, 0)]
     steps += [("bias", 0), ("map", 0)] if down_bias is not None else []
     steps += [("rows of y", 0)]

@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 
 from forebay.config import Config
 from forebay.estimate.allocator import ROLES
-from forebay.estimate.fit import RankFit, headroom
+from forebay.estimate.fit import RankFit
 from forebay.estimate.layers import LayerPlan, plan_layers
 from forebay.estimate.placement import Choice, by_kind, ranges
 from forebay.estimate.plan import Fit, fit_run
@@ -468,7 +468,7 @@ def _meshes(found: Search) -> Html:
     budget = found.fit.budget
     rows = []
     for c in found.candidates[:_MESHES]:
-        left = None if budget is None else _room(headroom(c.peak, budget))
+        left = None if budget is None else _room(c.headroom(budget))
         time = None if c.seconds is None else duration(c.seconds)
         peak = "> " * c.at_least + format_bytes(c.peak)
         replicas = f" x {c.mesh.replicate} replicas" if c.mesh.replicate > 1 else ""

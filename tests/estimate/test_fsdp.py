@@ -145,9 +145,9 @@ def test_resharded_experts_are_gathered_for_each_use(processes: int, weights: in
     assert allocator.allocated == 0
     peak(params.gather)
     for place in range(2):
-        peak(partial(params.compute_experts, place, True, False, False))
+        peak(partial(params.enter_experts, place, False))
         assert allocator.allocated == MIB
-        params.compute_experts(place, False, False, False)
+        params.leave_experts(place, False, False)
     first = 1 if (processes, weights) == (1, 2) else 2  # a process alone casts one by one at first
     later = 2 if (processes, weights) == (2, 2) else 1
     assert peaks == [first, 0, later, later]
@@ -207,11 +207,11 @@ def test_experts_of_their_own_module_are_whole_between_the_dispatchers_transfers
         held = []
         params.enter(0, True, backward)
         held.append(sorted(params._whole))
-        params.compute_experts(0, True, backward, True)
+        params.enter_experts(0, backward)
         held.append(sorted(params._whole))
         if backward:
             params.keeps(0, "experts", allocator.malloc(MIB, "compute"))
-        params.compute_experts(0, False, backward, True)
+        params.leave_experts(0, backward, True)
         held.append(sorted(params._whole))
         assert held == [[0], [0, 1], [0]]
         if not backward:

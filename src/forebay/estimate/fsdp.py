@@ -149,8 +149,11 @@ class ParamLifecycle:
     def leave(self, place: Any, mlp: bool, backward: bool, last: bool) -> None:
         """It ends."""
 
-    def compute_experts(self, place: Any, begin: bool, backward: bool, last: bool) -> None:
-        """The experts' own computation begins or ends, between the transfers of the token dispatcher."""
+    def enter_experts(self, place: Any, backward: bool) -> None:
+        """The experts' own computation begins, between the transfers of the token dispatcher."""
+
+    def leave_experts(self, place: Any, backward: bool, last: bool) -> None:
+        """It ends."""
 
     def keeps(self, place: Any, name: str, block: Block) -> bool:
         """Autograd releases the gradient of weight `name`: whether it stays allocated. If not, it was added to a sum."""
@@ -394,23 +397,25 @@ class FsdpLifecycle(_Sharded):
         self._arriving: list[Block] = []  # freed by the next copy out
         self._prefetched: dict[int, list[Block]] = {}
         self._gradients: dict[int, list[tuple[str, Block]]] = {}
-        self._layers: dict[Any, list[int]] = {"embedding": [], "head": []}
+        self._layers: dict[Any, list[int]] = {"embedding": [], "head": []}  # without their experts
+        self._experts: dict[Any, list[int]] = {}
         for n, group in enumerate(groups):
             for place in (group.place,) if group.place >= 0 else ("embedding", "head"):
-                self._layers.setdefault(place, []).append(n)
+                (self._experts if group.experts else self._layers).setdefault(place, []).append(n)
         # A layer's experts, in a group of their own, end their forward before the layer does.
         layers = [n for n, group in enumerate(groups) if group.place >= 0]
         self._order = sorted(layers, key=lambda n: (groups[n].place, not groups[n].experts))
 
     def enter(self, place: Any, mlp: bool, backward: bool) -> None:
-        self._unshard([n for n in self._layers[place] if not self._groups[n].experts], backward)
+        self._unshard(self._layers[place], backward)
 
-    def compute_experts(self, place: Any, begin: bool, backward: bool, last: bool) -> None:
-        """The hooks of the experts' module, which the token dispatcher is around."""
-        experts = [n for n in self._layers[place] if self._groups[n].experts]
-        if begin:
-            self._unshard(experts, backward)
-        elif backward:
+    def enter_experts(self, place: Any, backward: bool) -> None:
+        self._unshard(self._experts.get(place, ()), backward)
+
+    def leave_experts(self, place: Any, backward: bool, last: bool) -> None:
+        """The experts' module has hooks of its own, and the token dispatcher is around them."""
+        experts = self._experts.get(place, ())
+        if backward:
             self._finish(experts, last)
         elif self._s.reshard:
             for n in experts:
@@ -438,7 +443,7 @@ class FsdpLifecycle(_Sharded):
                 for n in self._layers[place] if self._s.reshard else ():
                     self._reshard(n)
         elif backward and not mlp:
-            self._finish([n for n in self._layers[place] if not self._groups[n].experts], last)
+            self._finish(self._layers[place], last)
         elif not backward and mlp and self._s.reshard:
             for n in self._layers[place]:
                 self._reshard(n)
@@ -466,7 +471,8 @@ class FsdpLifecycle(_Sharded):
                 self._reduce(n, last)
 
     def keeps(self, place: Any, name: str, block: Block) -> bool:
-        number = next(n for n in self._layers[place] if any(p.name == name for p in self._groups[n].params))
+        groups = chain(self._layers[place], self._experts.get(place, ()))
+        number = next(n for n in groups if any(p.name == name for p in self._groups[n].params))
         if number in self._sums and self._s.summed == self._s.compute:
             return False  # autograd adds it to the earlier one, which is in the same dtype, as soon as it is made
         self._gradients.setdefault(number, []).append((name, block))
@@ -601,20 +607,22 @@ class UnshardedLifecycle(_Sharded):
             ]
 
     def enter(self, place: Any, mlp: bool, backward: bool) -> None:
-        """Gather the experts, if they are resharded. Under expert parallelism `compute_experts` does, because other microbatches
+        """Gather the experts, if they are resharded. Under expert parallelism `enter_experts` does, because other microbatches
         compute inside a sublayer."""
         if mlp and self._s.ep == 1:
-            self.compute_experts(place, True, backward, False)
+            self.enter_experts(place, backward)
 
     def leave(self, place: Any, mlp: bool, backward: bool, last: bool) -> None:
         if mlp and self._s.ep == 1:
-            self.compute_experts(place, False, backward, last)
+            self.leave_experts(place, backward, last)
 
-    def compute_experts(self, place: Any, begin: bool, backward: bool, last: bool) -> None:
+    def enter_experts(self, place: Any, backward: bool) -> None:
         n = self._expert_groups.get(place)
-        if n is not None and begin and n not in self._whole:
+        if n is not None and n not in self._whole:
             self._gather_all_of([n])
-        elif n is not None and not begin:
+
+    def leave_experts(self, place: Any, backward: bool, last: bool) -> None:
+        if (n := self._expert_groups.get(place)) is not None:
             self._reshard(n)
 
     def end_step(self) -> None:

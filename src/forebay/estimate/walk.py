@@ -539,7 +539,7 @@ class StepWalk:
                 if engine and transfers == (way == "B"):
                     self._manager.begin_second_call(run, way)
                 if not transfers:
-                    self._params.compute_experts(part.place, True, way == "B", run.in_last)
+                    self._params.enter_experts(part.place, way == "B")
                 transfers += 1
         if due:
             yield from due
@@ -587,7 +587,7 @@ class StepWalk:
             number, size = run.part.stashed_x
             run.blocks[number] = self._malloc(size)
         elif mark == Mark.ALL_TO_ALL_BEGIN and transfers:
-            self._params.compute_experts(run.part.place, False, way == "B", run.in_last)
+            self._params.leave_experts(run.part.place, way == "B", run.in_last)
         elif mark == Mark.ALL_TO_ALL_BEGIN and way == "F" and self._run.engine:
             self._end_stage(run)
 

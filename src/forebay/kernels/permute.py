@@ -78,6 +78,12 @@ def _place_kernel(
         tl.store(offs_ptr + bins, tl.load(ends_ptr + last, mask=inside, other=0), mask=inside)
 
 
+def check_integers(ids: Tensor) -> None:
+    """TypeError unless `ids` are integers of any width."""
+    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
+        raise TypeError(f"ids must be integers, got {ids.dtype}")
+
+
 def sort_slots(ids: Tensor, num_experts: int, *, backend: Backend = "auto") -> tuple[Tensor, Tensor, Tensor]:
     """Sort slots stably by expert; ids outside [0, num_experts) are sentinels.
 
@@ -101,8 +107,7 @@ def sort_slots(ids: Tensor, num_experts: int, *, backend: Backend = "auto") -> t
             f"ids must be [T, K] with fewer than {2**31 - CHUNK_SLOTS} slots, for 1 expert or more; "
             f"got {list(ids.shape)} for {num_experts}"
         )
-    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-        raise TypeError(f"ids must be integers, got {ids.dtype}")
+    check_integers(ids)
     if not use_triton(backend, ids) or ids.numel() == 0:
         return _sort_slots_reference(ids, num_experts)
     ids = ids.contiguous()

@@ -1,4 +1,4 @@
-"""What a `Manager` refuses (claims, modules that are under a checkpoint already), and what keeps it from saved tensors."""
+"""Checks of a `Manager`: its claims, modules that the caller checkpoints, and other hooks on saved tensors."""
 
 import torch
 from torch import nn

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from forebay.kernels.permute import sort_slots
+from forebay.kernels.permute import check_integers, sort_slots
 
 
 class Routing(NamedTuple):
@@ -43,8 +43,7 @@ def check_routed(x: Tensor, ids: Tensor, weights: Tensor) -> None:
     for name, tensor in (("x", x), ("weights", weights)):
         if not tensor.is_floating_point():
             raise TypeError(f"{name} must be floating point, got {tensor.dtype}")
-    if ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
-        raise TypeError(f"ids must be integers, got {ids.dtype}")
+    check_integers(ids)
     if x.dim() != 2 or ids.dim() != 2 or ids.shape[0] != x.shape[0] or weights.shape != ids.shape:
         raise ValueError(
             f"x [T, H], ids and weights [T, K] do not fit: {tuple(x.shape)}, {tuple(ids.shape)}, {tuple(weights.shape)}"

@@ -279,6 +279,36 @@ def test_compiled_rotations_of_complex_numbers_are_kernels_of_their_own() -> Non
         assert [m.number for m in last.made if not m.recomputable] == [recorder.number(turned)]
 
 
+def test_compiled_code_makes_keys_and_values_of_a_latent_again(
+    no_codegen: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It saves the plan's bytes. The projection takes memory in both directions, and its time in backward as well."""
+    # Keys and values as wide as each other, so that attention is one operation on the CPU too.
+    heads = {"num_attention_heads": HEADS, "num_key_value_heads": HEADS}
+    wide = {"kv_lora_rank": 256, "qk_nope_head_dim": 128, "qk_rope_head_dim": 8, "v_head_dim": 136, **heads}
+    real = of_a_step(build_tiny("deepseek_v3", torch.bfloat16, **wide), compile=True)
+
+    def trace(gpu: bool) -> ModelTrace:
+        with torch.device("meta"):
+            model = build_tiny("deepseek_v3", torch.bfloat16, **wide)
+        return trace_model(model, Shape(SEQUENCE, BATCH, block=1, gpu=gpu, compiled=True))
+
+    assert_saves(trace(gpu=False), real)
+    again = trace(gpu=True)
+    monkeypatch.setattr("forebay.estimate.op_costs.expands_latent", lambda inner, outer: False)
+    kept = trace(gpu=True)
+    size = 2 * SEQUENCE * BATCH * HEADS * (128 + 136)
+    for made, saved in zip(again.layers, kept.layers, strict=True):
+        attention, before = made.attention, saved.attention
+        assert before.saved - attention.saved == size
+        assert attention.events is not None and before.events is not None
+        taken = [[s for _, s in events.backward].count(size) for events in (attention.events, before.events)]
+        assert taken[0] == taken[1] + 1
+        assert size in [s for _, s in attention.events.forward]
+        flops = [sum(op.flops for op in part.backward_ops if op.kind == "gemm") for part in (attention, before)]
+        assert flops[0] - flops[1] == 256 * size  # 2 * T * K * N, of 2 * T * N bytes
+
+
 @pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_moe"])
 def test_on_a_gpu_attention_saves_no_scores(family: str) -> None:
     """Heads of two widths and of one: fused, whatever this CPU would run. Twice the tokens save twice as much."""

@@ -142,6 +142,22 @@ def test_deepseek_v3_saves_these_bytes(saved_by, no_codegen):
     assert saved_by(model, sublayers["model.layers.1.self_attn"]) == TOKENS * attention
 
 
+def test_keys_and_values_of_a_latent_are_made_again(tokens, saved_by, no_codegen, monkeypatch):
+    """The same bits, without their projection: its input is there already."""
+    wide = {"kv_lora_rank": 256, "qk_nope_head_dim": 128, "v_head_dim": 128}
+
+    def measured() -> tuple[int, list[torch.Tensor]]:
+        model = build_tiny("deepseek_v3", torch.bfloat16, **wide)
+        site = _compiled(model)["model.layers.1.self_attn"]
+        return saved_by(model, site), loss_and_gradients(model, tokens)
+
+    saved, got = measured()
+    monkeypatch.setattr("forebay.models.compile.expands_latent", lambda inner, outer: False)
+    more, expected = measured()
+    assert more - saved == TOKENS * BF16 * HEADS * (128 + 128)
+    assert equal(got, expected)
+
+
 def test_h_can_be_left_out_at_the_price_of_one_more_graph(tokens, saved_by, no_codegen):
     model = build_tiny("qwen3_moe", mlp_only_layers=[])
     site = _compiled(model)["model.layers.1.mlp"]

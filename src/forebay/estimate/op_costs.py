@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from forebay.estimate.types import MULTIPROCESSORS, OpCost
+from forebay.models.compile import expands_latent
 
 _NO_KERNEL = frozenset("empty empty_like empty_strided new_empty new_empty_strided lift_fresh lift_fresh_copy".split())
 # Write their result, and read no tensor that they are given.
@@ -75,8 +76,8 @@ class Tally:
     Uncompiled, an operation that only moves memory is a kernel that reads its arguments and writes its results. Compiled,
     the operations between two that Inductor cannot fuse are one run: it reads each outside tensor once and writes only what
     something outside reads. A tensor that a forward run made and that only backward reads is never written: backward
-    recomputes it from its origins, which is what torch's partitioner saves. What Inductor moves more, where it splits a run into
-    several kernels, is counted on average (`_SPLIT`).
+    recomputes it from its origins, which is what torch's partitioner saves. Expansions of latents are computed again
+    (`expands_latent`). What Inductor moves more, where it splits a run into several kernels, is counted on average (`_SPLIT`).
 
     Args:
         fused: the code is compiled; see `fuse`.
@@ -102,6 +103,7 @@ class Tally:
         # Bytes of storages that runs made and nothing outside has read, by address.
         self._unwritten: dict[int, int] = {}
         self._earlier: set[int] = set()  # those of them that were made before the last `take`
+        self._expansions: dict[int, list[OpCost]] = {}  # costs of those that ran compiled, by their results' addresses
 
     def take(self, results: Iterable[Tensor] = ()) -> tuple[OpCost, ...]:
         """The costs since the last call; `results` are written to memory."""
@@ -123,6 +125,7 @@ class Tally:
     def forget(self, key: int) -> None:
         """A storage was freed: its address may be used again."""
         self._unwritten.pop(key, None)
+        self._expansions.pop(key, None)
         for keys in (self._made, self._earlier, self._read):
             keys.discard(key)
 
@@ -139,6 +142,8 @@ class Tally:
             if self._fused:  # Inductor copies and pads operands whose rows are unaligned
                 costs = [replace(cost, kind=cost.kind.replace("_unaligned", "")) for cost in costs]
             self._separate(args, kwargs, costs)
+            if self._fused and is_expansion(func, args):
+                self._expansions[address(out)] = costs
         else:
             self._moves(base, args, kwargs, out)
 
@@ -185,6 +190,7 @@ class Tally:
 
     def _read_in_run(self, tensor: Tensor) -> None:
         key = address(tensor)
+        self._expand_again(key)
         if key in self._earlier:  # made in forward, and never written
             self._read_origins(tensor)
             return
@@ -196,6 +202,10 @@ class Tally:
             self._read.add(source)
             self._bytes += _bytes(tensor)
 
+    def _expand_again(self, key: int) -> None:
+        if torch._C._current_autograd_node() is not None:
+            self._done += self._expansions.pop(key, ())
+
     def _read_origins(self, tensor: Tensor) -> None:
         for number in self._origins(tensor):
             if ("origin", number) not in self._read:
@@ -205,6 +215,7 @@ class Tally:
     def _write(self, tensor: Tensor) -> None:
         """Something outside of runs reads the tensor."""
         key = address(tensor)
+        self._expand_again(key)
         if key in self._unwritten:
             if key in self._earlier:
                 self._kernels = 1
@@ -225,6 +236,12 @@ class Tally:
         self._done.extend(self._passes)
         self._read, self._made, self._passes = set(), set(), []
         self._bytes = self._kernels = 0
+
+
+def is_expansion(func: Any, args: Any) -> bool:
+    """Whether this is a forward's operation that compiled code runs again in backward; see `expands_latent`."""
+    is_forward = torch._C._current_autograd_node() is None
+    return is_forward and func is torch.ops.aten.mm.default and expands_latent(*args[1].shape)
 
 
 def _matmul(func: Any, args: Any, kwargs: Any, out: Any) -> list[OpCost]:

@@ -17,7 +17,7 @@ from torch._inductor import config as inductor_config
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
-from forebay.estimate.op_costs import Tally, address, tensors_in
+from forebay.estimate.op_costs import Tally, address, is_expansion, tensors_in
 from forebay.estimate.types import Freed, Log, Mark, NewStorage, Op
 from forebay.estimate.workspaces import EAGER_ONLY, MARK, WorkspaceStep, workspace_steps
 from forebay.models.compile import ASSEMBLING_OPS, recomputable_ops
@@ -115,8 +115,9 @@ class OpRecorder(TorchDispatchMode):
         is_real = not any(tensor.is_complex() for tensor in (*sources, *results))
         fused = _is_fused(func, packet) and is_real
         pads = fused and self._fused and self._block > 1
+        again = self._fused and is_expansion(func, args)
         recomputable = packet in self._recomputable and is_real
-        new = [self._add(leaf, sources if recomputable else None, pads) for leaf in results]
+        new = [self._add(leaf, sources if recomputable or again else None, pads, again) for leaf in results]
         made = tuple(filter(None, new))
         if name == _EXPERTS:
             self.experts = self.number(args[0]), self.number(results[1])
@@ -172,15 +173,16 @@ class OpRecorder(TorchDispatchMode):
         self._origins[key], self._empty[number] = found, (len(self.log) - 1, copied)
         self.assembled.add(number)
 
-    def _add(self, tensor: Tensor, sources: list[Tensor] | None, pads: bool) -> NewStorage | None:
-        """Count a storage if it is new. `sources`: what compiled code could recompute it from; `pads`: Inductor lays it out."""
+    def _add(self, tensor: Tensor, sources: list[Tensor] | None, pads: bool, again: bool) -> NewStorage | None:
+        """Count a storage if it is new. `sources`: what compiled code could recompute it from; `again`: it does so always;
+        `pads`: Inductor lays it out."""
         storage, key = tensor.untyped_storage(), address(tensor)
         if key in self._sizes:
             return None
         self._sizes[key] = size = self._rounded(_padded(tensor)) if pads else self.size(tensor)
         self._numbers[key] = number = self._count
         self._count += 1
-        recomputable = sources is not None and not _reduces(tensor, sources)
+        recomputable = sources is not None and (again or not _reduces(tensor, sources))
         if sources is None or not recomputable:
             self._add_origin(key, size, number)
         else:

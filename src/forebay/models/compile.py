@@ -3,7 +3,7 @@
 Input: a function of modules and tensors (see `forebay.models.blocks`). Output: the same function, compiled as one graph by
 Inductor. Its saved tensors are its inputs and the results of GEMMs, attention kernels, opaque kernels (`forebay::experts`)
 and reductions; norms, rotary embeddings, activations, casts and copies are recomputed in backward, fused into the kernels
-that use them. Compiled graphs belong to the returned function and are freed with it.
+that use them, and so are the keys and values that GEMMs make of a latent vector (`expands_latent`). Compiled graphs belong to the returned function and are freed with it.
 """
 
 import types
@@ -39,6 +39,8 @@ _PARTITIONER_CONFIG: Mapping[str, bool] = {
     "ban_recompute_not_in_allowlist": False,  # `_SaveFewTensors` marks what to save instead
     "recompute_views": True,  # a saved view keeps its whole base, but counts as its own bytes
 }
+# Widths of a latent vector whose expansion is recomputed (see `expands_latent`).
+_LATENT = range(256, 513)
 # One graph for each: dense or MoE, sliding or full attention, training or not, save_h, mask or none, and each batch shape.
 # torch's default of 8 is for functions compiled by accident.
 _MOST_GRAPHS = 64
@@ -136,6 +138,17 @@ def recomputable_ops() -> frozenset[Any]:
     return frozenset(get_default_op_list().recomputable_ops) | ASSEMBLING_OPS
 
 
+def expands_latent(inner: int, outer: int) -> bool:
+    """Whether a compiled sublayer recomputes a product [T, inner] @ [inner, outer] instead of saving its result.
+
+    Each byte of a result in bf16 costs `inner` FLOPs to make again. The keys and values of multi-head latent attention come from
+    512 numbers a token, so a GPU makes them at more than 1 TB/s, and they are the largest tensors that it saves: 8 of 73 KiB a
+    token in a layer of DeepSeek-V2-Lite, 64 of 250 in one of DeepSeek-V3. Results of narrower products (LoRA's, routers') are
+    added to others or are small.
+    """
+    return inner in _LATENT and outer >= 4 * inner
+
+
 class _SaveFewTensors(CustomPartitionerFn):
     """Marks the operations that must not be recomputed, then cuts the graph where the fewest bytes cross."""
 
@@ -148,7 +161,8 @@ class _SaveFewTensors(CustomPartitionerFn):
             if node.op != "call_function" or known.is_recomputable(node):
                 continue
             if get_aten_target(node) not in ASSEMBLING_OPS:
-                node.meta["recompute"] = CheckpointPolicy.MUST_SAVE
+                again = node.target is aten.mm.default and expands_latent(*node.args[1].meta["val"].shape)
+                node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE if again else CheckpointPolicy.MUST_SAVE
         forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)
         _keep_layouts(backward.graph)
         if torch._functorch.config.donated_buffer:

@@ -3,7 +3,8 @@
 Input: a function of modules and tensors (see `forebay.models.blocks`). Output: the same function, compiled as one graph by
 Inductor. Its saved tensors are its inputs and the results of GEMMs, attention kernels, opaque kernels (`forebay::experts`)
 and reductions; norms, rotary embeddings, activations, casts and copies are recomputed in backward, fused into the kernels
-that use them, and so are the keys and values that GEMMs make of a latent vector (`expands_latent`). Compiled graphs belong to the returned function and are freed with it.
+that use them, and so are products that expand a latent vector (`expands_latent`). Compiled graphs belong to the returned function
+and are freed with it.
 """
 
 import types

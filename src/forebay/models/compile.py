@@ -142,10 +142,11 @@ def recomputable_ops() -> frozenset[Any]:
 def expands_latent(inner: int, outer: int) -> bool:
     """Whether a compiled sublayer recomputes a product [T, inner] @ [inner, outer] instead of saving its result.
 
-    Each byte of a result in bf16 costs `inner` FLOPs to make again. The keys and values of multi-head latent attention come from
-    512 numbers a token, so a GPU makes them at more than 1 TB/s, and they are the largest tensors that it saves: 8 of 73 KiB a
-    token in a layer of DeepSeek-V2-Lite, 64 of 250 in one of DeepSeek-V3. Results of narrower products (LoRA's, routers') are
-    added to others or are small.
+    Each byte of a result in bf16 costs `inner` FLOPs to make again. Multi-head latent attention makes keys and values from 512
+    numbers a token: 8 of the 73 KiB a token that a layer of DeepSeek-V2-Lite saves, 64 of 250 in DeepSeek-V3. Layers of these
+    take 1.005 and 1.008x the time without them, on an H200 (`benchmarks/LOG.md`). DeepSeek-V3's own training recomputed them,
+    and queries too, whose latent has 1536 numbers (arXiv:2412.19437, section 3.2.3). Results of narrower products are added to
+    others (LoRA) or small (routers).
     """
     return inner in _LATENT and outer >= 4 * inner
 

@@ -140,12 +140,12 @@ def recomputable_ops() -> frozenset[Any]:
 
 
 def expands_latent(inner: int, outer: int) -> bool:
-    """Whether a compiled sublayer recomputes a product [T, inner] @ [inner, outer] instead of saving its result.
+    """Whether a compiled sublayer computes a product [T, inner] @ [inner, outer] of its forward again in backward.
 
     Each byte of a result in bf16 costs `inner` FLOPs to make again. Multi-head latent attention makes keys and values from 512
-    numbers a token: 8 of the 73 KiB a token that a layer of DeepSeek-V2-Lite saves, 64 of 250 in DeepSeek-V3. Layers of these
-    take 1.005 and 1.008x the time without them, on an H200 (`benchmarks/LOG.md`). DeepSeek-V3's own training recomputed them,
-    and queries too, whose latent has 1536 numbers (arXiv:2412.19437, section 3.2.3). Results of narrower products are added to
+    numbers a token: 8 of the 73 KiB a token that a layer of DeepSeek-V2-Lite would save, 64 of 250 in DeepSeek-V3. On an H200
+    steps that make them again take 1.005 and 1.008x as long (`benchmarks/LOG.md`). DeepSeek-V3's own training does so too, also
+    with queries, whose latent has 1536 numbers (arXiv:2412.19437, section 3.2.3). Results of narrower products are added to
     others (LoRA) or small (routers).
     """
     return inner in _LATENT and outer >= 4 * inner
@@ -163,6 +163,7 @@ class _SaveFewTensors(CustomPartitionerFn):
             if node.op != "call_function" or known.is_recomputable(node):
                 continue
             if get_aten_target(node) not in ASSEMBLING_OPS:
+                # torch heeds this in the forward only: nothing recomputes what depends on gradients.
                 again = node.target is aten.mm.default and expands_latent(*node.args[1].meta["val"].shape)
                 node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE if again else CheckpointPolicy.MUST_SAVE
         forward, backward = min_cut_rematerialization_partition(gm, joint_inputs, **kwargs)

@@ -40,8 +40,8 @@ _PARTITIONER_CONFIG: Mapping[str, bool] = {
     "ban_recompute_not_in_allowlist": False,  # `_SaveFewTensors` marks what to save instead
     "recompute_views": True,  # a saved view keeps its whole base, but counts as its own bytes
 }
-# Widths of a latent vector whose expansion is recomputed (see `expands_latent`).
-_LATENT = range(256, 513)
+# Least and most numbers of a latent vector whose expansion is recomputed (see `expands_latent`).
+_LATENT = 256, 512
 # One graph for each: dense or MoE, sliding or full attention, training or not, save_h, mask or none, and each batch shape.
 # torch's default of 8 is for functions compiled by accident.
 _MOST_GRAPHS = 64
@@ -148,7 +148,8 @@ def expands_latent(inner: int, outer: int) -> bool:
     with queries, whose latent has 1536 numbers (arXiv:2412.19437, section 3.2.3). Results of narrower products are added to
     others (LoRA) or small (routers).
     """
-    return inner in _LATENT and outer >= 4 * inner
+    least, most = _LATENT
+    return least <= inner <= most and outer >= 4 * inner
 
 
 class _SaveFewTensors(CustomPartitionerFn):

@@ -35,7 +35,7 @@ DEVICE = "h200"
 # Qwen3's is four times that of the runs of Megatron below.
 LARGEST_BATCH = 15360, 8192
 MICROBATCHES = 120, 64  # a pipeline's, below the largest batch: those of the published runs
-SIZES = 8, 64, 256, 1024, 2048, 4096
+SIZES = 8, 64, 256, 512, 1024, 2048, 4096
 
 FAILURES = 419 / (54 * 16384)  # a GPU and day: unexpected interruptions of Llama 3, arXiv:2407.21783, section 3.3.4
 STATE = 12  # bytes of a parameter in a checkpoint: the weight and two moments, all fp32
@@ -117,7 +117,7 @@ def fitting(run: Run, traces: TraceCache) -> tuple[Run, Fit]:
     for policy in (KEEP, RECOMPUTE):
         tried = replace(run, others=(*run.others, policy))
         _, fit = planned(tried, traces, device)
-        if fit.fullest.total <= device.at("memory"):
+        if fit.fullest.headroom(device.at("memory")) >= 0:
             break
     return tried, fit
 
@@ -132,7 +132,7 @@ def row(run: Run, traces: TraceCache) -> str:
     lead = (
         f"| {run.model} | {run.gpus} | {mesh} | {batch} | {run.others[-1].partition('=')[2]} | {most.total / GIB:.0f} |"
     )
-    if most.total > load(DEVICE).at("memory"):
+    if most.headroom(load(DEVICE).at("memory")) < 0:
         return f"{lead} does not fit | | | | |"
     bubble = 1 - sum(step.busy) / len(step.busy) / step.schedule
     exposed = max(step.exposed) / step.seconds

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from forebay.cli import main
 from forebay.errors import PeerLost, UsageError
-from forebay.train import loop, restore
+from forebay.train import distributed, loop, restore
 from forebay.train.checkpoint import Checkpoints
 from forebay.train.heartbeat import Heartbeat
 from tests.products import cover
@@ -126,11 +126,12 @@ def survive(folder: Path, processes: int, kills: int, seed: int) -> None:
         lives.kill()
 
 
-# Where a process that starts is killed: before it looks for the others, before the process group, before its first beat, and
-# before the model is built.
+# Where a process that starts is killed: before it looks for the others, before the process group, before the first collective,
+# before its first beat, and before the model is built.
 MOMENTS = {
     "alone": (dist, "rendezvous"),
     "met": (dist, "init_process_group"),
+    "joined": (distributed, "_check_alike"),
     "grouped": (Heartbeat, "__enter__"),
     "building": (loop, "Trainer"),
 }
@@ -158,7 +159,7 @@ def test_killed_while_starting(tmp_path: Path, moment: str, victim: int) -> None
         for process in processes:
             process.kill()
     assert processes[1 - victim].returncode == PeerLost.exit_code, error
-    reasons = ["could not find each other"] if moment in ("alone", "met") else [f"process {victim} "]
+    reasons = ["could not find each other"] if moment in ("alone", "met", "joined") else [f"process {victim} "]
     if victim == 0:  # it held the store, and may have died before its beat was read
         reasons.append("the process that the others found each other through is gone")
     assert any(reason in error for reason in reasons), error

@@ -557,10 +557,11 @@ def _plan_mesh(
         settings = _mesh_settings(mesh)
         # To look for a partition may take longer than all else.
         if stop is not None and mesh.pp > 1 and runs.asked.config.parallel.partition == "auto":
-            config, plan = runs.plan({**settings, "parallel.partition": "even"})
-            mean = bounding(config, plan, runs.world, runs.traces, runs.skew, runs.auto).mean()
-            if headroom(mean, stop) < 0:
-                return Candidate(mesh, mean, None, False, None, at_least=True), None
+            with suppress(UsageError):  # of a partition that nobody asked for; the plan below says what is wrong
+                config, plan = runs.plan({**settings, "parallel.partition": "even"})
+                mean = bounding(config, plan, runs.world, runs.traces, runs.skew, runs.auto).mean()
+                if headroom(mean, stop) < 0:
+                    return Candidate(mesh, mean, None, False, None, at_least=True), None
         config, plan = runs.plan(settings)
         if stop is not None:
             least, rank = bounding(config, plan, runs.world, runs.traces, runs.skew, runs.auto).least()

@@ -192,9 +192,16 @@ class Mesh:
         parts = config.parallel.pp * config.parallel.replicate  # then weights travel in other groups
         channels = SINGLE if world == ALONE else FEW if parts > 1 else DEFAULT
         store = _start_group(world, device, timeout, channels) if starts else None
-        if starts and world.size > 1:
-            _check_alike(config)  # before there are groups that the configuration asks for
-        return cls(world, device, config.parallel, timeout, owns=starts, store=store)
+        try:
+            if starts and world.size > 1:
+                _check_alike(config)  # before there are groups that the configuration asks for
+            return cls(world, device, config.parallel, timeout, owns=starts, store=store)
+        except (
+            RuntimeError
+        ) as error:  # a collective failed, or a group could not be made: `Heartbeat` does not watch yet
+            if not starts or world.size == 1 or isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise not_found(world, config.parallel.timeout, f": {first_line(error)}") from error
 
     @property
     def rank(self) -> int:

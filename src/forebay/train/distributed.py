@@ -196,9 +196,8 @@ class Mesh:
             if starts and world.size > 1:
                 _check_alike(config)  # before there are groups that the configuration asks for
             return cls(world, device, config.parallel, timeout, owns=starts, store=store)
-        except (
-            RuntimeError
-        ) as error:  # a collective failed, or a group could not be made: `Heartbeat` does not watch yet
+        except RuntimeError as error:
+            # A collective failed, or a group could not be made: `Heartbeat` does not watch yet.
             if not starts or world.size == 1 or isinstance(error, torch.OutOfMemoryError):
                 raise
             raise not_found(world, config.parallel.timeout, f": {first_line(error)}") from error

@@ -240,8 +240,9 @@ class Tally:
 
 def is_expansion(func: Any, args: Any) -> bool:
     """Whether this is a forward's operation that compiled code runs again in backward; see `expands_latent`."""
-    is_forward = torch._C._current_autograd_node() is None
-    return is_forward and func is torch.ops.aten.mm.default and expands_latent(*args[1].shape)
+    if func is not torch.ops.aten.mm.default or torch._C._current_autograd_node() is not None:
+        return False
+    return expands_latent(*args[1].shape)
 
 
 def _matmul(func: Any, args: Any, kwargs: Any, out: Any) -> list[OpCost]:

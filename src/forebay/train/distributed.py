@@ -191,13 +191,13 @@ class Mesh:
         starts = not dist.is_initialized() and (world.size > 1 or config.model.is_mixed)
         parts = config.parallel.pp * config.parallel.replicate  # then weights travel in other groups
         channels = SINGLE if world == ALONE else FEW if parts > 1 else DEFAULT
-        store = _start_group(world, device, timeout, channels) if starts else None
         try:
+            store = _start_group(world, device, timeout, channels) if starts else None
             if starts and world.size > 1:
                 _check_alike(config)  # before there are groups that the configuration asks for
             return cls(world, device, config.parallel, timeout, owns=starts, store=store)
         except RuntimeError as error:
-            # A collective failed, or a group could not be made: `Heartbeat` does not watch yet.
+            # No group could be made, or a collective failed (DistError too): `Heartbeat` does not watch yet.
             if not starts or world.size == 1 or isinstance(error, torch.OutOfMemoryError):
                 raise
             raise not_found(world, config.parallel.timeout, f": {first_line(error)}") from error
@@ -363,12 +363,12 @@ def _start_group(world: World, device: torch.device, timeout: timedelta, channel
             f"{first_line(error)}; MASTER_ADDR and MASTER_PORT say where processes meet; torchrun sets both"
         ) from error
     except RuntimeError as error:  # DistError too
-        if "EADDRINUSE" in str(error):
-            raise UsageError(
-                f"another process of this machine listens at port {os.environ['MASTER_PORT']}, where the processes were to meet; "
-                "choose another with torchrun's --master-port or --rdzv-endpoint"
-            ) from error
-        raise not_found(world, timeout.total_seconds(), f": {first_line(error)}") from error
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise UsageError(
+            f"another process of this machine listens at port {os.environ['MASTER_PORT']}, where the processes were to meet; "
+            "choose another with torchrun's --master-port or --rdzv-endpoint"
+        ) from error
     return store
 
 

@@ -1,4 +1,4 @@
-"""What tests ask of stores, pools, dispatchers and autograd beyond their own interface, streams that are kept busy, and TOML."""
+"""What tests ask of stores, pools, dispatchers and autograd beyond their own interface; busy streams, TOML, releases."""
 
 import gc
 import warnings
@@ -7,7 +7,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import transformers
 from torch.multiprocessing.reductions import StorageWeakRef
+
+TRANSFORMERS = tuple(int(part) for part in transformers.__version__.split(".")[:2])
 
 
 def used_bytes(pool: Any) -> int:

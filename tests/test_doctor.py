@@ -53,7 +53,7 @@ def test_a_release_outside_the_tested_range_is_named(monkeypatch: pytest.MonkeyP
     assert newer.keys() == {"transformers", "peft", "trl", "accelerate", "Triton"} & {
         n for n, f in found().items() if f.has
     }
-    assert newer["transformers"].value == "99.0.1 (newer than 5.23, the newest tested)"
+    assert newer["transformers"].value == "99.0.1 (newer than 5.24, the newest tested)"
 
 
 def test_the_families_are_those_of_the_page_and_of_the_readme(capsys: pytest.CaptureFixture[str]) -> None:

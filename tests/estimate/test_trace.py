@@ -177,7 +177,8 @@ def test_tables_are_made_in_the_order_of_a_run() -> None:
     pairs = SEQUENCE**2
     masks = [at for at, (_, size) in enumerate(events) if size == 2 * BATCH * pairs]
     of_bytes = [at for at, (n, size) in enumerate(events) if size == pairs and (n, 0) in events[at:]]
-    assert len(masks) == 2 and of_bytes[0] < masks[0] and masks[-1] < events.index((-1, Mark.MATMUL))
+    products = [at for at, event in enumerate(events) if event == (-1, Mark.MATMUL)]  # none from transformers 5.24 on
+    assert len(masks) == 2 and of_bytes[0] < masks[0] and all(masks[-1] < at for at in products)
 
 
 def test_the_gradients_of_all_routers_logits_are_left_by_their_loss() -> None:

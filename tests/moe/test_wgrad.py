@@ -24,6 +24,7 @@ from forebay.moe import experts as experts_module
 from forebay.moe import experts_op, wgrad
 from forebay.moe.experts import experts
 from forebay.moe.wgrad import WeightGradients
+from forebay.train.fsdp_records import end_backward
 from tests.helpers import no_collector
 from tests.models.conftest import EXPERTS, HIDDEN, build_tiny
 from tests.moe.test_experts import (
@@ -685,7 +686,7 @@ def test_parameters_that_fsdp2_frees_in_between(mesh: DeviceMesh, reshard: bool)
     group = fully_shard.state(module)._fsdp_param_group
     if not reshard:
         group.post_backward()
-        fully_shard.state(module)._root_post_backward_final_callback()
+        end_backward(module)
         for name in STACKS:
             assert torch.equal(getattr(module, name).grad.full_tensor(), getattr(plain, name).grad)
     else:

@@ -402,9 +402,9 @@ def test_two_threads_at_once(hasty_threads: None) -> None:
 @pytest.mark.parametrize("options", [{}, {"budget": "1GiB"}], ids=str)
 def test_gradient_checkpointing_stays_off_until_the_last_thread_is_through(options: dict[str, str]) -> None:
     """Else that of the threads still inside belongs to transformers again, from the next layer on."""
-    warnings.simplefilter("error")
     model = tiny()
-    model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.gradient_checkpointing_enable({"use_reentrant": False})  # deprecated in transformers 5.24
+    warnings.simplefilter("error")
     with pytest.warns(UserWarning, match="gradient checkpointing of transformers is on"):
         forebay.manage(model, "offload", min_bytes=1, **THEIRS, **options)
     second_is_in, first_is_through = threading.Event(), threading.Event()

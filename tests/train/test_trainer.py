@@ -173,7 +173,10 @@ def test_cuda_absent_but_asked_for() -> None:
     ("changes", "message"),
     [
         ({"train": {"sequence": 600, "eval_every": 1}}, r"validation data has"),
-        ({"model": {"family": "gemma2", "config": DENSE}}, "Gemma2ForCausalLM does more with its logits"),
+        (
+            {"model": {"family": "gemma2", "config": DENSE, "attention": "eager"}},
+            "Gemma2ForCausalLM does more with its logits",
+        ),
         (
             {"model": {"config": {**MODEL, "max_position_embeddings": 8}}},
             r"train\.sequence = 16 .*max_position_embeddings = 8",

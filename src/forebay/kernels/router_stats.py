@@ -37,7 +37,7 @@ def _experts_of(ids_ptr, tokens, n_tokens, n_experts, n_choices, ids_row, ids_co
 
 @triton.jit
 def _count(ids, counts_ptr, n_experts, BLOCK_E: tl.constexpr):
-    slots = tl.ravel(ids, can_reorder=True)
+    slots = tl.ravel(ids)
     counts = tl.histogram(slots, BLOCK_E, mask=slots >= 0)
     experts = tl.arange(0, BLOCK_E)
     tl.atomic_add(counts_ptr + experts, counts.to(tl.int64), mask=(experts < n_experts) & (counts > 0), sem="relaxed")

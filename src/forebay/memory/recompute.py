@@ -18,6 +18,7 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves, tree_map, tree_map_only
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from forebay.memory.kv_cache import is_given_a_cache
 from forebay.memory.overrides import installed_on
 
 # Mode -> operations whose results are kept. A recomputation would repeat them on all ranks.
@@ -25,8 +26,6 @@ _KEPT_OPS: Mapping[str, frozenset[str]] = {"full": frozenset(), "save-dispatch":
 _CONTAINERS = (list, dict, tuple, OrderedDict, defaultdict, deque)  # in which a caller may replace what it passed
 _Key = tuple[int, str]  # of a module among the region's, and a weight's or a buffer's name
 _Mode = tuple[tuple[bool, ...], tuple[_Key, ...]]  # training or evaluation, of each module; and the buffers they have
-# The arguments in which modules of transformers are given a cache to write to.
-_CACHES = ("past_key_values", "cache_params", "layer_past")
 _AFTER_BACKWARD = "Change weights and buffers (optimizer.step(), a router's bias) after backward"
 
 
@@ -53,8 +52,7 @@ def recomputed(
 
     def run(*args: Any, **kwargs: Any) -> Any:
         # A rerun would append its keys and values to a KV cache (prefix tuning) once more.
-        cached = any(kwargs.get(name) is not None for name in _CACHES)
-        if not torch.is_grad_enabled() or cached or region.makes_weights():
+        if not torch.is_grad_enabled() or is_given_a_cache(kwargs) or region.makes_weights():
             return forward(*args, **kwargs)
         call = _RecomputedCall(region, args, kwargs)
         # Trap: as keywords of `checkpoint`, those that it has itself (debug, function) would not arrive.

@@ -110,7 +110,7 @@ def _fsdp1_views(module: torch.nn.Module) -> Iterator[torch.Tensor]:
 
 
 def fsdp_group(module: Any) -> Any:
-    """FSDP2's parameter group of an `FSDPModule`; private API, the same in torch 2.11 to 2.13."""
+    """FSDP2's parameter group of an `FSDPModule`; private API, the same in torch 2.11 to 2.15."""
     return module._get_fsdp_state()._fsdp_param_group
 
 

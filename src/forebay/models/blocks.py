@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _has_any_global_hook
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from forebay.memory.kv_cache import CACHE_ARGUMENTS, is_given_a_cache
 from forebay.memory.overrides import ForwardFn, InnerForward, install, is_managed, is_patched
 from forebay.models.compile import check_compiler, compile_sublayer
 from forebay.models.families import LayerParts, MoeBlock, check_block, decoder_layers, innermost
@@ -45,14 +46,13 @@ _CHECKPOINTED_FORWARD = "__call__" not in vars(GradientCheckpointingLayer)
 
 # Keywords that a model passes to its layers and that no attention reads. A compiled sublayer must not see them:
 # num_items_in_batch differs each step and would recompile it.
-_NOT_FOR_ATTENTION = frozenset(
+_NOT_FOR_ATTENTION = CACHE_ARGUMENTS | frozenset(
     {
         "labels",
         "num_items_in_batch",
         "output_attentions",
         "output_hidden_states",
         "output_router_logits",
-        "past_key_values",
         "return_dict",
         "shift_labels",
         "use_cache",
@@ -382,7 +382,7 @@ class SublayerForward:
 
     def _wants_original(self, kwargs: dict[str, Any]) -> bool:
         layer = self._layer
-        if kwargs.get("past_key_values") is not None:
+        if is_given_a_cache(kwargs):
             if layer.training and torch.is_grad_enabled():
                 warnings.warn(
                     "a KV cache in training: the layers run unmanaged and uncompiled; pass use_cache=False",

@@ -16,6 +16,7 @@ from typing import Any
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from forebay.memory.kv_cache import takes_a_cache
 from forebay.memory.overrides import is_managed, is_patched
 from forebay.models.structure import Halves, RoutedForward, halves_of, own_function, routing_of
 
@@ -204,9 +205,10 @@ def _layer_base(module: nn.Module) -> type[nn.Module] | None:
     if not isinstance(module, GradientCheckpointingLayer):
         return None
     base = transformers_base(module)
-    if base is None or not {"hidden_states", "past_key_values"} <= inspect.signature(base.forward).parameters.keys():
+    if base is None:
         return None
-    return base
+    parameters = inspect.signature(base.forward).parameters.keys()
+    return base if "hidden_states" in parameters and takes_a_cache(parameters) else None
 
 
 def _main_module(layer: nn.Module, names: Sequence[str]) -> str:

@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers.loss.loss_utils import ForCausalLMLoss
-from transformers.utils.generic import can_return_tuple
 
 from forebay.memory.overrides import InnerForward, install, is_managed, is_outermost, is_patched
 from forebay.models.families import transformers_base
@@ -237,7 +236,7 @@ def _fused(family: type[nn.Module]) -> tuple[Callable[..., Any], bool]:
             done to the hidden states then.
     """
     source = source_of(family.forward)
-    if source is None or set(source.decorators) - {"can_return_tuple"}:
+    if source is None or not {*source.decorator_names} <= {"can_return_tuple", "deprecate_kwarg"}:
         raise ValueError(
             f"fused loss: the source of {family.__name__}.forward cannot be read, or it has unknown decorators"
         )
@@ -256,8 +255,7 @@ def _fused(family: type[nn.Module]) -> tuple[Callable[..., Any], bool]:
                 f"fused loss: {family.__name__} does more with its logits than its loss, which is not supported: "
                 f"{ast.unparse(statement).splitlines()[0]}"
             )
-    made = source.make(body, "_loss", own=True)
-    return (can_return_tuple(made) if source.decorators else made), scales
+    return source.decorated(source.make(body, "_loss", own=True)), scales
 
 
 def _loss_call(call: ast.Call) -> str:

@@ -33,6 +33,7 @@ from transformers.masking_utils import (
     prepare_padding_mask,
 )
 
+from forebay.memory.kv_cache import is_given_a_cache
 from forebay.memory.overrides import ForwardFn, InnerForward, install
 from forebay.models.families import forward_is_replaced, transformers_base
 from forebay.models.structure import sinks_of
@@ -274,7 +275,7 @@ def _layers_run_their_own(base: Any, args: Sequence[Any], kwargs: Mapping[str, A
         value = given.get(name)
         return bool(getattr(base.config, name, False) if value is None else value)
 
-    return given.get("past_key_values") is not None or wanted("use_cache") or wanted("output_attentions")
+    return is_given_a_cache(given) or wanted("use_cache") or wanted("output_attentions")
 
 
 @contextmanager

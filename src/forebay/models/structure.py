@@ -25,12 +25,29 @@ class ForwardSource:
     """A function and its syntax tree, without docstring and decorators.
 
     Attributes:
-        decorators: those that do more than documentation.
+        decorators: those that do more than documentation, outermost first.
     """
 
     function: FunctionType
     tree: ast.FunctionDef
     decorators: tuple[str, ...] = ()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the statements are all that runs: decorators do no more than take arguments by their old names."""
+        return all(name == "deprecate_kwarg" for name in self.decorator_names)
+
+    @property
+    def decorator_names(self) -> list[str]:
+        """Names of `decorators`, without arguments."""
+        return [decorator.partition("(")[0] for decorator in self.decorators]
+
+    def decorated(self, made: FunctionType) -> Callable[..., Any]:
+        """`made`, a function of this source, inside the original's decorators."""
+        function: Callable[..., Any] = made
+        for decorator in reversed(self.decorators):
+            function = eval(decorator, self.function.__globals__)(function)
+        return function
 
     @property
     def parameters(self) -> frozenset[str]:
@@ -332,7 +349,7 @@ def halves_of(forward: Any) -> Halves | None:
     mixer is in the first half with what the model gives its layers, and the residual sum.
     """
     source = source_of(forward)
-    if source is None or source.decorators:
+    if source is None or not source.is_whole:
         return None
     body = source.tree.body
     for at in range(1, len(body)):
@@ -418,7 +435,7 @@ def routing_of(forward: Any, modules: Container[str]) -> RoutedForward | None:
         modules: names of the block's modules.
     """
     source = source_of(forward)
-    if source is None or source.decorators:
+    if source is None or not source.is_whole:
         return None
     calls = [call for name, call in called(source.tree.body) if name == "experts"]
     if len(calls) != 1 or len(calls[0].args) != 3 or calls[0].keywords:
@@ -468,7 +485,7 @@ def sinks_of(forward: Any) -> FunctionType | None:
     None unless it passes its sinks to one (``s_aux=self.sinks``), and nothing that changes scores besides.
     """
     source = source_of(forward)
-    if source is None or source.decorators:
+    if source is None or not source.is_whole:
         return None
     body = copy.deepcopy(source.tree.body)
     nodes = [node for top in body for node in ast.walk(top)]

@@ -20,11 +20,15 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._library.opaque_object import register_opaque_type
-from torch._opaque_base import OpaqueBase
+from torch._library import opaque_object
 
 from forebay.kernels.permute import combine_rows
 from forebay.moe.routing import check_routed
+
+try:  # its name from torch 2.14 on
+    from torch._custom_class_base import CustomClassBase
+except ImportError:
+    from torch._opaque_base import OpaqueBase as CustomClassBase
 
 Handle = list[Tensor]
 """Index tensors of a `dispatch`, which `spread` and `collect` read: an ordinary output of `forebay::dispatch`."""
@@ -34,7 +38,7 @@ ALIGNMENT = 256
 blocks of the same sizes again instead of splitting others (H = 2048 in bf16: 1 MiB)."""
 
 
-class TokenDispatcher(OpaqueBase):
+class TokenDispatcher(CustomClassBase):
     """The interface of the backends. An opaque argument of the operations: torch passes it on and never looks inside.
 
     All operations are collective: every rank of the group runs them in the same order, on streams that are ordered among
@@ -142,8 +146,11 @@ class TokenDispatcher(OpaqueBase):
         """Release what the dispatcher owns. Operations after it are an error."""
 
 
-# `typ="reference"`: an object with identity, never specialized on.
-register_opaque_type(TokenDispatcher, typ="reference")
+# An object with identity, never specialized on. Since torch 2.14 the old names write a warning to stderr.
+if hasattr(opaque_object, "register_custom_class"):
+    opaque_object.register_custom_class(TokenDispatcher, typ="symbolic")
+else:
+    opaque_object.register_opaque_type(TokenDispatcher, typ="reference")
 
 
 def host_int(number: Tensor) -> int:

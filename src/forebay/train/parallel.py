@@ -32,6 +32,7 @@ from forebay.models.families import absent_layers, decoder_layers, moe_blocks
 from forebay.models.hf_experts import cut_experts
 from forebay.moe.dispatch import LocalDispatcher, TokenDispatcher
 from forebay.train.distributed import Mesh
+from forebay.train.fsdp_records import gradient_sum, put_gradient_sum
 from forebay.train.weights_in_place import SplitWeight
 
 CAST_BYTES = 512 << 20
@@ -79,10 +80,10 @@ def _hand_over(parameter: Any) -> None:
 
     FSDP2 would copy all weights of the module twice in the reduction's dtype: for a layer's experts, a GiB.
     """
-    grad = parameter.unsharded_accumulated_grad
+    grad = gradient_sum(parameter)
     if grad is None:
         grad, parameter._unsharded_param.grad = parameter._unsharded_param.grad, None
-    parameter.unsharded_accumulated_grad = None
+    put_gradient_sum(parameter, None)
     if grad is not None:
         add_to_shard(parameter, local(grad).detach())
 
@@ -125,10 +126,12 @@ def shard(model: nn.Module, mesh: Mesh, config: Config) -> Shards:
             f"{kept} of {type(model).__name__} is float32 with model.dtype = {config.model.dtype!r} too, which several processes "
             "or model.compute cannot shard; valid are model.dtype = 'float32', with model.compute = 'bfloat16', or one process"
         )
+    compute = getattr(torch, config.model.compute) if config.model.compute else None
     options: dict[str, Any] = {
         "mp_policy": MixedPrecisionPolicy(
-            param_dtype=getattr(torch, config.model.compute) if config.model.compute else None,
-            reduce_dtype=torch.float32 if config.parallel.gradients == "float32" else None,
+            param_dtype=compute,
+            # Not None: from torch 2.15 on that is the dtype of the shards.
+            reduce_dtype=torch.float32 if config.parallel.gradients == "float32" else compute,
             cast_forward_inputs=False,  # routing weights stay float32 in families where they are
         ),
         "reshard_after_forward": config.step.reshard,

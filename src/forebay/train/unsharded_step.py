@@ -26,6 +26,7 @@ from forebay.memory.storage import fsdp_group, local, payload
 from forebay.models.families import moe_blocks
 from forebay.moe.wgrad import WeightGradients, no_sums
 from forebay.pipeline.model import CutModel, adds_at_once
+from forebay.train.fsdp_records import autograd_sums, end_backward, gradient_sum, put_gradient_sum
 from forebay.train.parallel import GATHER_BYTES, add_to_shard, parts_within
 from forebay.train.weights_in_place import SplitWeight, WeightsInPlace
 
@@ -164,7 +165,7 @@ class UnshardedStep:
                 # FSDP2 keeps what it all-reduced until the last group is done, as its streams differ. Here they do not.
                 group._all_reduce_state = None
             # Waits for the reductions and drops what was sent.
-            fully_shard.state(self._model)._root_post_backward_final_callback()  # type: ignore[attr-defined]
+            end_backward(self._model)
 
     def expert_sum(self, weight: Tensor) -> Callable[[], Tensor | None]:
         """A function that returns the gradient sum of a gathered 16-bit expert weight, this rank's part, once there is one.
@@ -178,7 +179,7 @@ class UnshardedStep:
             return no_sums(weight)
 
         def total() -> Tensor | None:
-            own = record.unsharded_accumulated_grad if _summed_in_fp32(record) else record.unsharded_param.grad
+            own = gradient_sum(record) if _summed_in_fp32(record) else record.unsharded_param.grad
             return None if own is None else payload(own)
 
         return total
@@ -209,7 +210,7 @@ class UnshardedStep:
         """Remove and return what the step left before `reduce`."""
         left = []
         for weight, record in self._trained():
-            accumulated = record.unsharded_accumulated_grad if record is not None else None
+            accumulated = gradient_sum(record) if record is not None else None
             left.append(((weight, record), weight.grad, accumulated))
         rows = self._rows
         self.put_gradients(UnreducedGradients([(key, None, None) for key, *_ in left], None))
@@ -220,7 +221,7 @@ class UnshardedStep:
         for (weight, record), gradient, accumulated in left.gradients:
             weight.grad = gradient
             if record is not None:
-                record.unsharded_accumulated_grad = accumulated
+                put_gradient_sum(record, accumulated)
         self._rows = left.rows
 
     def close(self) -> None:
@@ -282,12 +283,12 @@ class UnshardedStep:
             if not parameter.requires_grad:
                 continue
             if any(record is other for other in elsewhere):
-                record.unsharded_accumulated_grad = None  # a failed step may have left it, and `_add` would add to it
+                put_gradient_sum(record, None)  # a failed step may have left it, and `_add` would add to it
                 continue
             if record.reduce_dtype in (None, parameter.dtype):
                 parameter.grad = torch.zeros_like(parameter)
             else:
-                record.unsharded_accumulated_grad = torch.zeros_like(parameter, dtype=record.reduce_dtype)
+                put_gradient_sum(record, torch.zeros_like(parameter, dtype=record.reduce_dtype))
 
     def _mixed_record(self, weight: Tensor) -> Any:
         """The record of a gathered weight whose gradients are summed in fp32 and which has another dtype; else None."""
@@ -334,17 +335,17 @@ class UnshardedStep:
         So no second set of gradients waits for the end of a microbatch.
         """
         dtype = record.reduce_dtype
-        if dtype is None or not record.unsharded_param.requires_grad:
+        if dtype is None or not record.unsharded_param.requires_grad or autograd_sums(record):
             return
 
         def add(parameter: Tensor) -> None:
             gradient = parameter.grad
             if gradient is None or gradient.dtype == dtype:
                 return  # autograd itself accumulates in this dtype
-            if record.unsharded_accumulated_grad is None:
-                record.unsharded_accumulated_grad = gradient.to(dtype)
+            if (total := gradient_sum(record)) is None:
+                put_gradient_sum(record, gradient.to(dtype))
             else:
-                local(record.unsharded_accumulated_grad).add_(local(gradient))
+                local(total).add_(local(gradient))
             parameter.grad = None
 
         self._hooks.append(record.unsharded_param.register_post_accumulate_grad_hook(add))
@@ -500,9 +501,7 @@ def _summed_in_fp32(record: Any) -> bool:
 def _holds(record: Any, total: Tensor) -> bool:
     """Whether a gradient of the record is in the memory of `total`, or has still to be reduced."""
     reduced = record.sharded_param.grad
-    return record.unsharded_accumulated_grad is not None or (
-        reduced is not None and local(reduced).data_ptr() == total.data_ptr()
-    )
+    return gradient_sum(record) is not None or (reduced is not None and local(reduced).data_ptr() == total.data_ptr())
 
 
 def _reduce_in_place(group: Any) -> None:
@@ -515,7 +514,7 @@ def _reduce_in_place(group: Any) -> None:
     if info.shard_mesh_size > 1 and len(group.fsdp_params) > 1:
         return
     for record in group.fsdp_params:
-        accumulated = record.unsharded_accumulated_grad
+        accumulated = gradient_sum(record)
         gradient = record.unsharded_param.grad if accumulated is None else accumulated
         gradient = None if gradient is None else local(gradient)
         if gradient is None or not gradient.is_contiguous() or record.reduce_dtype not in (None, gradient.dtype):
@@ -526,7 +525,8 @@ def _reduce_in_place(group: Any) -> None:
             gradient = _reduce_scattered(group, gradient)
         if isinstance(info, HSDPMeshInfo):
             dist.all_reduce(gradient, group=info.replicate_process_group)
-        record.unsharded_accumulated_grad = record.unsharded_param.grad = None
+        put_gradient_sum(record, None)
+        record.unsharded_param.grad = None
         add_to_shard(record, gradient)
 
 
@@ -540,7 +540,8 @@ def _reduce_scattered(group: Any, gradient: Tensor) -> Tensor:
 
 
 def _add(record: Any, gradient: Tensor) -> None:
-    if record.unsharded_accumulated_grad is None:
-        record.unsharded_accumulated_grad = gradient
+    total = gradient_sum(record)
+    if total is None:
+        put_gradient_sum(record, gradient)
     else:  # of two tied weights, the second one
-        record.unsharded_accumulated_grad.add_(gradient)
+        total.add_(gradient)

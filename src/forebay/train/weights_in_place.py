@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from forebay.kernels.split_weights import BITS, join, split
 from forebay.memory.storage import local
+from forebay.train.fsdp_records import precision_of
 
 LARGE = 1 << 23
 """Elements of the smallest weight that is split: an update launches a kernel for each."""
@@ -171,7 +172,7 @@ class WeightsInPlace:
 def may_lend(record: Any, group: Any) -> bool:
     """Whether a gathered weight of an FSDP2 group can be in the memory of its shard."""
     shard = record.sharded_param
-    computes = group.mp_policy.param_dtype or shard.dtype
+    computes = precision_of(record, group).param_dtype or shard.dtype
     return group.mesh_info.shard_mesh_size == 1 and (
         computes == shard.dtype or is_split(prod(local(shard).shape), shard.dtype, computes)
     )

@@ -16,7 +16,6 @@ from forebay.errors import RunError, UsageError
 from forebay.models.families import keep_part
 from forebay.train import hf_io, hf_weights, parallel
 from forebay.train.distributed import Mesh
-from tests.helpers import TRANSFORMERS
 from tests.ranks import run_ranks
 from tests.train.common import CPU, DEEPSEEK, GLM, digest
 
@@ -186,9 +185,7 @@ def test_pipeline_ranks_make_or_read_their_part(tmp_path: Path) -> None:
 def random_cases() -> tuple[list[Case], list[dict[str, str]]]:
     """Sections without weights; digests of what one process makes of them."""
     raws = [{"family": family, "config": config} for family, config in FAMILIES.items()]
-    # From transformers 5.24 on the router's weight is float32 too, which several processes do not shard beside bfloat16.
-    dtype = "bfloat16" if TRANSFORMERS < (5, 24) else "float32"
-    raws.append({"family": "deepseek_v3", "config": FAMILIES["deepseek_v3"], "dtype": dtype})
+    raws.append({"family": "deepseek_v3", "config": FAMILIES["deepseek_v3"], "dtype": "bfloat16"})
     wanted = [digests(hf_io.build(config_of(raw, 1).model, 257, CPU, seed=5)) for raw in [*raws, raws[0]]]
     assert any("e_score_correction_bias torch.float32" in name for name in wanted[-2])
     return [*((raw, 2, None) for raw in raws), (raws[0], 1, None)], wanted
@@ -199,7 +196,7 @@ def stored_cases(base: Path) -> tuple[list[Case], list[dict[str, str]], list[tup
     cases: list[Case] = []
     wanted, sizes = [], []
     for family, folder in folders(base).items():
-        dtype = "bfloat16" if family == "glm4_moe" and TRANSFORMERS < (5, 24) else "float32"
+        dtype = "bfloat16" if family == "glm4_moe" else "float32"
         its = digests(AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)))
         stored = {n: t.nbytes for file in folder.glob("*.safetensors") for n, t in load_file(file).items()}
         for ep in (1, 2, 4) if family == "qwen3_moe" else (2, 1) if family == "mixtral" else (2,):

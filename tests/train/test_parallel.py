@@ -1,11 +1,14 @@
 """FSDP2 in mixed precision, models that cannot be shared, and clipping. test_matrix.py compares meshes with one process."""
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
 
 from forebay.config import Config, from_mapping
 from forebay.errors import RunError, UsageError
@@ -14,7 +17,7 @@ from forebay.train import parallel
 from forebay.train.distributed import Mesh
 from forebay.train.trainer import Trainer
 from tests.ranks import run_ranks
-from tests.train.common import DENSE
+from tests.train.common import DEEPSEEK, DENSE
 from tests.train.families import fields_of
 
 STEPS = 3
@@ -53,6 +56,45 @@ def test_compute_in_bfloat16(tiny: Callable[..., Config]) -> None:
         for losses, dtypes, validation in results:
             assert [*losses, validation] == pytest.approx(wanted, rel=2**-8)
             assert dtypes == ["torch.float32"]
+
+
+@contextmanager
+def routers_in_float32() -> Iterator[None]:
+    """DeepSeek-V3's routers as transformers 5.24 makes them."""
+    make = DeepseekV3TopkRouter.__init__
+
+    def made(self: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        self.weight = torch.nn.Parameter(self.weight.detach().float())
+
+    with patch.object(DeepseekV3TopkRouter, "__init__", made):
+        yield
+
+
+def with_fp32_routers(rank: int, world: int, raws: list[dict[str, Any]]) -> list[list[Any]]:
+    """Losses of each configuration, and dtypes of routers and of other weights."""
+    found = []
+    for raw in raws:
+        config = from_mapping(raw)
+        with routers_in_float32(), Mesh.open(config) as mesh, Trainer(config, mesh) as trainer:
+            losses = [trainer.step(n + 1).cross_entropy_loss for n in range(STEPS)]
+            dtypes = {(n.endswith("mlp.gate.weight"), p.dtype) for n, p in trainer.model.named_parameters()}
+            found.append([[*losses, trainer.evaluate()], dtypes])
+    return found
+
+
+def test_routers_in_float32_beside_weights_in_bfloat16(tiny: Callable[..., Config]) -> None:
+    """As ERNIE has them, and DeepSeek and GLM from transformers 5.24 on: FSDP2 gathers them apart, called and by an engine."""
+    model = {"family": "deepseek_v3", "config": {**DEEPSEEK, "num_hidden_layers": 4}, "dtype": "bfloat16"}
+    train = {"steps": STEPS, "batch": 8, "microbatch": 2, "eval_every": 1}
+    with routers_in_float32(), Trainer(tiny(train=train, model=model)) as trainer:
+        wanted = [trainer.step(n + 1).cross_entropy_loss for n in range(STEPS)] + [trainer.evaluate()]
+    ways: list[dict[str, Any]] = [{"ep": 1}, {"ep": 2}, {"overlap": True}, {"pp": 2, "schedule": "1f1b"}]
+    raws = [tiny(train=train, model=model, parallel={"dispatch": "nccl", **way}).to_dict() for way in ways]
+    for results in run_ranks(with_fp32_routers, 2, raws):
+        for way, (losses, dtypes) in zip(ways, results, strict=True):
+            assert losses == pytest.approx(wanted, rel=2**-7), way
+            assert dtypes == {(True, torch.float32), (False, torch.bfloat16)}, way
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.1])
@@ -191,13 +233,17 @@ def test_models_that_cannot_be_shared(tiny: Callable[..., Config]) -> None:
         tiny(model=dense, parallel={"ep": 2}).to_dict(),
         tiny(model=odd, parallel={"ep": 2}).to_dict(),
         tiny(model=strange).to_dict(),
-        tiny(model={"family": "ernie4_5_moe", "config": fields_of("ernie4_5_moe"), "dtype": "bfloat16"}).to_dict(),
+        tiny(
+            model={"family": "ernie4_5_moe", "config": fields_of("ernie4_5_moe"), "dtype": "bfloat16"},
+            memory={"compile": True},
+        ).to_dict(),
     ]
     for messages in run_ranks(refused, 2, raws):
         assert messages[0] == "parallel.ep = 2, but this model has no experts; valid is 1"
         assert messages[1] == "parallel.ep = 2 does not divide the model's 5 experts; valid are 1, 5"
         assert "CohereDecoderLayer, whose forward is not two sublayers" in messages[2]
         assert messages[3].startswith("model.layers.1.mlp.gate.weight of Ernie4_5_MoeForCausalLM is float32")
+        assert "compiled layers do not gather it; valid are memory.compile = false, model.dtype" in messages[3]
 
 
 def test_experts_have_several_names_in_configurations() -> None:

@@ -40,6 +40,13 @@ def precision_of(record: Any, group: Any) -> MixedPrecisionPolicy:
     return policy
 
 
+def remove_hooks(module: torch.nn.Module) -> None:
+    """Let a call of a sharded module neither gather nor free its weights."""
+    state = fully_shard.state(module)  # type: ignore[attr-defined]
+    state._pre_forward_hook_handle.remove()
+    state._post_forward_hook_handle.remove()
+
+
 def end_backward(model: torch.nn.Module) -> None:
     """Wait for reductions, and reduce what FSDP2's hooks have not: what they do after a backward of the root `model`."""
     state = fully_shard.state(model)  # type: ignore[attr-defined]

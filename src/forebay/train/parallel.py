@@ -32,7 +32,7 @@ from forebay.models.families import absent_layers, decoder_layers, moe_blocks
 from forebay.models.hf_experts import cut_experts
 from forebay.moe.dispatch import LocalDispatcher, TokenDispatcher
 from forebay.train.distributed import Mesh
-from forebay.train.fsdp_records import gradient_sum, put_gradient_sum
+from forebay.train.fsdp_records import gradient_sum, put_gradient_sum, remove_hooks
 from forebay.train.weights_in_place import SplitWeight
 
 CAST_BYTES = 512 << 20
@@ -43,15 +43,20 @@ for that, as long as the host takes for one of FSDP2's all-gathers."""
 
 
 class Shards:
-    """Controls FSDP2 during a step. Made by `shard`."""
+    """Controls FSDP2 during a step. Made by `shard`.
 
-    def __init__(self, model: nn.Module, config: Config):
+    Args:
+        unhooked: modules that no hook of FSDP2 gathers.
+    """
+
+    def __init__(self, model: nn.Module, config: Config, unhooked: Sequence[Any]):
         self._root: Any = model
         self._reshard, self._reduce_each = config.step.reshard, config.parallel.reduce == "microbatch"
         self._modules: list[Any] = [m for m in model.modules() if isinstance(m, FSDPModule)]
         # Weights that this process has whole (experts, with one process a column): there is nothing to gather or reduce.
         groups = [(m, fsdp_group(m)) for m in self._modules]
         self._own = [m for m, group in groups if group is not None and group.mesh_info.mesh.size() == 1]
+        self._unhooked = unhooked
 
     def microbatch(self, last: bool) -> None:
         """Call before each forward of a step. After the backward of the `last` one gradients are complete."""
@@ -68,6 +73,12 @@ class Shards:
         for module in self._own:
             for parameter in fsdp_group(module).fsdp_params:
                 _hand_over(parameter)
+
+    def gather(self) -> None:
+        """Gather what a forward of the whole model does not, until `release`."""
+        fully_shard.state(self._root)._lazy_init()  # type: ignore[attr-defined]  # the root's forward would do it
+        for module in self._unhooked:
+            module.unshard()
 
     def release(self) -> None:
         """Free gathered parameters after a forward without a backward."""
@@ -108,8 +119,8 @@ def shard(model: nn.Module, mesh: Mesh, config: Config) -> Shards:
     """Shard `model` in place.
 
     Raises:
-        UsageError: the model's decoder layers are unknown, it keeps some weights in another dtype than `model.dtype`, or
-            `parallel.ep` does not divide its experts.
+        UsageError: the model's decoder layers are unknown, it keeps weights in another dtype than `model.dtype` that cannot be
+            gathered apart, or `parallel.ep` does not divide its experts.
     """
     assert mesh.data is not None, "sharding needs a process group"
     try:
@@ -120,12 +131,7 @@ def shard(model: nn.Module, mesh: Mesh, config: Config) -> Shards:
         raise UsageError(
             f"{type(model).__name__} has no decoder layers that Forebay knows; train it in one process, without model.compute"
         )
-    kept = next((n for n, p in model.named_parameters() if p.dtype != getattr(torch, config.model.dtype)), None)
-    if kept is not None:  # FSDP2 gathers weights of one dtype together
-        raise UsageError(
-            f"{kept} of {type(model).__name__} is float32 with model.dtype = {config.model.dtype!r} too, which several processes "
-            "or model.compute cannot shard; valid are model.dtype = 'float32', with model.compute = 'bfloat16', or one process"
-        )
+    apart = _of_another_dtype(model, config)
     compute = getattr(torch, config.model.compute) if config.model.compute else None
     options: dict[str, Any] = {
         "mp_policy": MixedPrecisionPolicy(
@@ -148,8 +154,11 @@ def shard(model: nn.Module, mesh: Mesh, config: Config) -> Shards:
     elif config.experts_apart:
         for block in moe_blocks(model):
             fully_shard(block.experts, mesh=mesh.data, **options)
-    for layer in layers:
-        fully_shard(layer, mesh=mesh.data, **options)
+    for module in [*apart, *layers]:
+        fully_shard(module, mesh=mesh.data, **options)
+    unhooked = apart if config.has_engine else []
+    for module in unhooked:
+        remove_hooks(module)  # the engine gathers it and calls it, and FSDP2 would take that for a step of its own
     if mesh.pp > 1:
         _shard_vocabulary(model, mesh, options)
     fully_shard(model, mesh=mesh.data, **options)
@@ -158,7 +167,32 @@ def shard(model: nn.Module, mesh: Mesh, config: Config) -> Shards:
             # Sums, not means. Every backend has a plain SUM; the factor of 1 alone would add a multiplication.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    return Shards(model, config)
+    return Shards(model, config, unhooked)
+
+
+def _of_another_dtype(model: nn.Module, config: Config) -> list[nn.Module]:
+    """The modules whose weights are not of `model.dtype`, such as routers that a family keeps in float32. FSDP2 gathers weights
+    of one dtype together, so each of these is gathered apart.
+
+    Raises:
+        UsageError: one also has weights of `model.dtype`, or compiled layers would run it without the hooks that gather it.
+    """
+    dtype = getattr(torch, config.model.dtype)
+    found = []
+    for path, module in model.named_modules():
+        name = next((n for n, p in module.named_parameters(path, recurse=False) if p.dtype != dtype), None)
+        if name is None:
+            continue
+        problem, instead = "", "model.dtype = 'float32' with model.compute = 'bfloat16', or one process"
+        if any(p.dtype == dtype for p in module.parameters()):
+            problem = "its module has weights of both dtypes, which several processes cannot shard"
+        elif config.memory.compile and not config.has_engine:
+            problem, instead = "compiled layers do not gather it", f"memory.compile = false, {instead}"
+        if problem:
+            what = f"{name} of {type(model).__name__} is float32 with model.dtype = {config.model.dtype!r} too"
+            raise UsageError(f"{what}, and {problem}; valid are {instead}")
+        found.append(module)
+    return found[::-1]  # the inner ones first, as FSDP2 wants them
 
 
 def _shard_vocabulary(model: Any, mesh: Mesh, options: dict[str, Any]) -> None:

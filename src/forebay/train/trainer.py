@@ -432,6 +432,8 @@ class Trainer:
         self._make_room_for_evaluation()
         if self.pipeline is None:  # which runs its stages as a step does
             self._take_weights_back()
+            if self._shards is not None:
+                self._shards.gather()
         total, count = 0.0, 0
         self._model.eval()
         try:

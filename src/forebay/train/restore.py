@@ -47,7 +47,7 @@ _DESCRIPTIONS = (
     described.TensorStorageMetadata,
     described._MEM_FORMAT_ENCODING,
 )
-# The classes that a checkpoint's ``.metadata`` may name, besides dtypes: what torch 2.11 to 2.13 write for tensors. Each is
+# The classes that a checkpoint's ``.metadata`` may name, besides dtypes: what torch 2.11 to 2.15 write for tensors. Each is
 # a plain record, or makes one.
 _PLAIN_CLASSES = MappingProxyType(
     {

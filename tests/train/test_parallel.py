@@ -15,6 +15,7 @@ from forebay.errors import RunError, UsageError
 from forebay.memory.storage import local
 from forebay.train import parallel
 from forebay.train.distributed import Mesh
+from forebay.train.run_folder import profile_forward
 from forebay.train.trainer import Trainer
 from tests.ranks import run_ranks
 from tests.train.common import DEEPSEEK, DENSE
@@ -77,6 +78,7 @@ def with_fp32_routers(rank: int, world: int, raws: list[dict[str, Any]]) -> list
     for raw in raws:
         config = from_mapping(raw)
         with routers_in_float32(), Mesh.open(config) as mesh, Trainer(config, mesh) as trainer:
+            profile_forward(trainer)
             losses = [trainer.step(n + 1).cross_entropy_loss for n in range(STEPS)]
             dtypes = {(n.endswith("mlp.gate.weight"), p.dtype) for n, p in trainer.model.named_parameters()}
             found.append([[*losses, trainer.evaluate()], dtypes])

@@ -76,7 +76,8 @@ class Shards:
 
     def gather(self) -> None:
         """Gather what a forward of the whole model does not, until `release`."""
-        fully_shard.state(self._root)._lazy_init()  # type: ignore[attr-defined]  # the root's forward would do it
+        if self._unhooked:
+            fully_shard.state(self._root)._lazy_init()  # type: ignore[attr-defined]  # the root's forward would do it
         for module in self._unhooked:
             module.unshard()
 

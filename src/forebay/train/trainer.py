@@ -412,7 +412,7 @@ class Trainer:
 
     def forward(self) -> Tensor:
         """The loss of the first microbatch, with its autograd graph: for a profile of saved tensors."""
-        self._take_weights_back()
+        self._ready_for_the_whole_model()
         microbatch = self._microbatches(self._batches(0))[0]
         return self._loss(microbatch, microbatch[1].numel(), 1)[0]
 
@@ -431,9 +431,7 @@ class Trainer:
             raise UsageError("there is no validation data; set train.eval_every and data.validation")
         self._make_room_for_evaluation()
         if self.pipeline is None:  # which runs its stages as a step does
-            self._take_weights_back()
-            if self._shards is not None:
-                self._shards.gather()
+            self._ready_for_the_whole_model()
         total, count = 0.0, 0
         self._model.eval()
         try:
@@ -479,6 +477,12 @@ class Trainer:
             imbalance = self._router.load_balancing_loss().float() / parts
         self._router.clear()
         return loss + self._balance * imbalance, loss.detach(), imbalance.detach()
+
+    def _ready_for_the_whole_model(self) -> None:
+        """Before a forward of the model where steps may be an engine's."""
+        self._take_weights_back()
+        if self._shards is not None:
+            self._shards.gather()
 
     def _forward(self, microbatch: Microbatch, count: Tensor | int) -> Tensor:
         """Sum of the cross entropies of [B, S] shifted targets, divided by `count`."""

@@ -107,7 +107,8 @@ endef
 test-newest: setup-integrations
 	$(call on_top,$(NEWEST),$(RELEASES))
 	$(subst $(BIN),$(NEWEST)/bin,$(PYTEST)) -m "not slow and not gpu and not multi" tests/models tests/integrations \
-	  tests/test_managed.py tests/train/test_hf_io.py $(addprefix --ignore tests/,$(WITHOUT_TRANSFORMERS))
+	  tests/test_managed.py tests/train/test_hf_io.py tests/train/test_hf_weights.py tests/train/test_parallel.py \
+	  $(addprefix --ignore tests/,$(WITHOUT_TRANSFORMERS))
 
 test-all: check docs smoke setup-integrations
 	$(PYTEST) -m "not gpu and not multi and not engine"

@@ -120,11 +120,14 @@ def _group(place: int, weights: Sequence[tuple[Weight, str]], s: Sharing) -> Par
     return ParamGroup(place, experts, processes, tuple(params), by_rows)
 
 
-def least_bytes(groups: Sequence[ParamGroup], sharing: Sharing) -> int:
-    """Bytes that every step holds at once before its first forward: parameters, both moments, and an engine's gathered
-    parameters and sums of gradients, without the embedding's, which may come later."""
+def least_bytes(groups: Sequence[ParamGroup], sharing: Sharing, microbatches: int) -> int:
+    """Bytes that every step holds at once before its last forward: parameters, both moments, and an engine's gathered
+    parameters and sums of gradients, without the embedding's, which may come later; without an engine the shards' gradients of
+    earlier microbatches."""
     s = sharing
     found = 3 * s.parameter * sum(group.own for group in groups)
+    if microbatches > 1 and not s.engine:
+        found += min(s.parameter, s.summed) * sum(group.trained for group in groups)
     if s.engine and s.sharded:
         gathered = (g for g in groups if not (g.experts and s.gathers_experts))
         found += s.compute * sum(p.own * g.processes for g in gathered for p in g.params if not p.lent)

@@ -137,13 +137,16 @@ class RunEstimator:
         """Bytes below which the peak of the fullest rank is not, and that rank: parameters, what a step makes of them, and what
         sublayers that are kept save."""
         runs = [self._run(number, self.placements) for number in range(self.config.parallel.pp)]
-        found = [least_bytes(run.groups, self.sharing) + (0 if self.chooses else run.kept) for run in runs]
+        found = [self._least(run.groups) + (0 if self.chooses else run.kept) for run in runs]
         return max((size + self._outside, number) for number, size in enumerate(found))
 
     def mean(self) -> int:
         """Bytes below which the peak of the fullest rank is not, whatever layers each has: the mean of what parameters take."""
         ranks = self.config.parallel.pp
-        return sum(least_bytes(self._groups(n), self.sharing) for n in range(ranks)) // ranks + self._outside
+        return sum(self._least(self._groups(n)) for n in range(ranks)) // ranks + self._outside
+
+    def _least(self, groups: Sequence[ParamGroup]) -> int:
+        return least_bytes(groups, self.sharing, self.plan.microbatches)
 
     def _chosen(self, number: int) -> RankEstimate:
         """The cheapest estimate within the limit, or the nearest to it. The trainer's own choice limits bytes in use only."""

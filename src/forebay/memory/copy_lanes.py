@@ -217,9 +217,8 @@ def _timed_event() -> torch.cuda.Event:
 
 def _is_capturing() -> bool:
     """Whether the current stream is part of a CUDA graph that is being captured."""
-    return (
-        torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-    )  # without a driver, the latter raises
+    # Trap: without a driver, a CUDA build of torch raises when it is asked about a stream.
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 def on_stream(stream: Any) -> Any:

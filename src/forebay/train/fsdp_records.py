@@ -28,6 +28,19 @@ def put_gradient_sum(record: Any, gradient: Tensor | None) -> None:
         record.unsharded_accumulated_grad = gradient
 
 
+def gradient_of(record: Any) -> Tensor | None:
+    """The gradient of a step: the sum, or what the gathered weight has in its own dtype."""
+    total = gradient_sum(record)
+    found: Tensor | None = record.unsharded_param.grad if total is None else total
+    return found
+
+
+def drop_gradient(record: Any) -> None:
+    """Leave neither a sum nor a gradient of the gathered weight."""
+    put_gradient_sum(record, None)
+    record.unsharded_param.grad = None
+
+
 def autograd_sums(record: Any) -> bool:
     """Whether the sum of gradients is the gathered weight's ``grad``."""
     return isinstance(getattr(type(record), "unsharded_accumulated_grad", None), property)

@@ -32,7 +32,7 @@ from forebay.models.families import absent_layers, decoder_layers, moe_blocks
 from forebay.models.hf_experts import cut_experts
 from forebay.moe.dispatch import LocalDispatcher, TokenDispatcher
 from forebay.train.distributed import Mesh
-from forebay.train.fsdp_records import gradient_sum, put_gradient_sum, remove_hooks
+from forebay.train.fsdp_records import drop_gradient, gradient_of, remove_hooks
 from forebay.train.weights_in_place import SplitWeight
 
 CAST_BYTES = 512 << 20
@@ -92,10 +92,8 @@ def _hand_over(parameter: Any) -> None:
 
     FSDP2 would copy all weights of the module twice in the reduction's dtype: for a layer's experts, a GiB.
     """
-    grad = gradient_sum(parameter)
-    if grad is None:
-        grad, parameter._unsharded_param.grad = parameter._unsharded_param.grad, None
-    put_gradient_sum(parameter, None)
+    grad = gradient_of(parameter)
+    drop_gradient(parameter)
     if grad is not None:
         add_to_shard(parameter, local(grad).detach())
 

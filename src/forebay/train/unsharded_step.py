@@ -26,7 +26,14 @@ from forebay.memory.storage import fsdp_group, local, payload
 from forebay.models.families import moe_blocks
 from forebay.moe.wgrad import WeightGradients, no_sums
 from forebay.pipeline.model import CutModel, adds_at_once
-from forebay.train.fsdp_records import autograd_sums, end_backward, gradient_sum, put_gradient_sum
+from forebay.train.fsdp_records import (
+    autograd_sums,
+    drop_gradient,
+    end_backward,
+    gradient_of,
+    gradient_sum,
+    put_gradient_sum,
+)
 from forebay.train.parallel import GATHER_BYTES, add_to_shard, parts_within
 from forebay.train.weights_in_place import SplitWeight, WeightsInPlace
 
@@ -514,8 +521,7 @@ def _reduce_in_place(group: Any) -> None:
     if info.shard_mesh_size > 1 and len(group.fsdp_params) > 1:
         return
     for record in group.fsdp_params:
-        accumulated = gradient_sum(record)
-        gradient = record.unsharded_param.grad if accumulated is None else accumulated
+        gradient = gradient_of(record)
         gradient = None if gradient is None else local(gradient)
         if gradient is None or not gradient.is_contiguous() or record.reduce_dtype not in (None, gradient.dtype):
             continue
@@ -525,8 +531,7 @@ def _reduce_in_place(group: Any) -> None:
             gradient = _reduce_scattered(group, gradient)
         if isinstance(info, HSDPMeshInfo):
             dist.all_reduce(gradient, group=info.replicate_process_group)
-        put_gradient_sum(record, None)
-        record.unsharded_param.grad = None
+        drop_gradient(record)
         add_to_shard(record, gradient)
 
 

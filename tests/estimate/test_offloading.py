@@ -93,6 +93,24 @@ def test_what_a_store_takes_is_saved_and_large_enough_in_order() -> None:
     assert offloadable(found, hidden=4, least=1) == [(2, 1), (0, 4), (1, 8)]
 
 
+def test_what_leaves_is_freed_and_fetched_in_the_order_of_saves(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes, moved = {0: 16 * MIB, 1: 3 * MIB, 2: 5 * MIB}, list[int]()
+    manager = OffloadManager(allocator := CachingAllocator(), 0, RankRun([], Sharing(), {}, [], 0, sizes[0], least=MIB))
+    part = Part(
+        "l.0.mlp", 0, replace(events(sizes[1]), forward=((1, sizes[1]), (2, sizes[2])), saved=(2, 0, 1)), "offload"
+    )
+    run = PartRun(part, {n: allocator.malloc(sizes[n]) for n in (1, 2)}, allocator.malloc(sizes[0]))
+    monkeypatch.setattr(CachingAllocator, "free", lambda _, block: moved.append(block.size))
+    manager.end_forward(run)
+    for n in (1, 2):
+        manager.begin_forward(PartRun(replace(part, path=f"l.{n}.mlp"), following=run))
+        manager.end_forward(PartRun(replace(part, path=f"l.{n}.mlp")))
+    fetched = [*run.offloaded.values()]
+    manager.begin_backward(run)
+    assert moved == fetched == [sizes[2], sizes[0], sizes[1]]
+    assert [*run.blocks] == [2, 1] and not run.offloaded
+
+
 def test_a_link_counted_by_hand() -> None:
     """1 MiB a second, events of 10 s: F0 F1 F2 B2 B1 B0, 5 MiB each. The first sublayer's leave from 10 to 15 s, and
     are released at F2 (20 s); back they take 5 / 0.92 s up to 50 s, so they begin at B1 (40 s). The second's would have

@@ -209,9 +209,10 @@ class OffloadManager:
         self._release(run, chosen)
 
     def _release(self, run: PartRun, chosen: frozenset[int]) -> None:
-        x = run.part.events.x
-        sizes = storage_sizes(run.part.events, self._run.hidden)  # a block may be larger than what it holds
-        for n in [n for n in (*run.blocks, x) if n in chosen and sizes.get(n, 0) >= self._run.least]:
+        events, x = run.part.events, run.part.events.x
+        sizes = storage_sizes(events, self._run.hidden)  # a block may be larger than what it holds
+        held = dict.fromkeys((*events.saved, *run.blocks, x))  # what leaves is freed in the order in which it was saved
+        for n in [n for n in held if n in chosen and sizes.get(n, 0) >= self._run.least]:
             if n == x and run.x is not None:
                 run.offloaded[n] = sizes[n]
                 self._allocator.free(run.x)

@@ -551,7 +551,8 @@ def _warn_of_checkpointing(on: Sequence[nn.Module]) -> None:
     warnings.warn(
         f"gradient checkpointing of transformers is on for {layers} in which Forebay's policy places saved "
         "tensors: the policy takes its place there (to recompute everything, use policy='recompute'). Silence this "
-        "with gradient_checkpointing=False in the TrainingArguments, or model.gradient_checkpointing_disable()",
+        "with gradient_checkpointing=False in the TrainingArguments, or model.gradient_checkpointing_disable(); both are "
+        "named activation_checkpointing since transformers 5.23",
         stacklevel=3,
     )
 

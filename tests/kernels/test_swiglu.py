@@ -11,7 +11,15 @@ from tests.kernels.common import DEVICE, backends
 SWIGLU = Glu()
 INTERLEAVED = Glu(interleaved=True)
 CLAMPED = Glu("clamped_swiglu", True, 1.702, 1.0)
-GLUS = [SWIGLU, INTERLEAVED, CLAMPED, Glu("clamped_swiglu", False, 1.3, 0.7)]
+LIMITED = Glu("limited_swiglu", limit=0.7)
+GLUS = [
+    SWIGLU,
+    INTERLEAVED,
+    CLAMPED,
+    Glu("clamped_swiglu", False, 1.3, 0.7),
+    LIMITED,
+    Glu("limited_swiglu", True, limit=1.0),
+]
 # One rounding of the same fp32 numbers; exp differs by a few ulp, so a bf16 result may fall on the
 # other side of a rounding boundary: one ulp of the dtype.
 ATOL = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
@@ -150,7 +158,8 @@ def test_reference_is_what_autograd_says(glu: Glu) -> None:
         y = torch.nn.functional.silu(gate) * up
     else:
         gate, up = gate.clamp(max=glu.limit), up.clamp(-glu.limit, glu.limit)
-        y = gate * torch.sigmoid(glu.alpha * gate) * (up + 1)
+        clamped = glu.kind == "clamped_swiglu"
+        y = gate * torch.sigmoid(glu.alpha * gate) * (up + 1) if clamped else torch.nn.functional.silu(gate) * up
     y = y * weights[order.long()].unsqueeze(1)
     dh, dw = torch.autograd.grad(y, (h, weights), da)
     args = (h.detach(), weights.detach(), order, offs, glu)
@@ -163,7 +172,7 @@ def test_reference_is_what_autograd_says(glu: Glu) -> None:
 def test_a_nan_in_a_live_row_stays_visible() -> None:
     h, _, weights, order, offs, _ = make(4, 24, 4, torch.float32)
     h[1, 0], h[2, 1] = torch.nan, torch.nan
-    for glu in (SWIGLU, CLAMPED):
+    for glu in (SWIGLU, CLAMPED, LIMITED):
         for backend in ("triton", "reference"):
             act = swiglu_forward(h, weights, order, offs, glu, backend=backend)
             assert act[1].isnan().any() and act[2].isnan().any()

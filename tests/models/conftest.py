@@ -157,6 +157,7 @@ MORE_FAMILIES: dict[str, tuple[str, dict]] = {
     "mimo_v2_flash": ("MiMoV2FlashConfig", {**_SHARED, "head_dim": HEAD}),
     "minimax": ("MiniMaxConfig", {**_LOCAL, **_HYBRID, "head_dim": HEAD, "block_size": 8}),
     "minimax_m2": ("MiniMaxM2Config", {**_LOCAL, "head_dim": HEAD}),
+    "minimax_m3_vl": ("MiniMaxM3VLTextConfig", {**_LOCAL, "head_dim": HEAD, "swiglu_limit": 1.0}),
     "phimoe": ("PhimoeConfig", {**_LOCAL, "input_jitter_noise": 0.0, "router_jitter_noise": 0.0}),
     "qwen2_moe": ("Qwen2MoeConfig", {**_GATED, "mlp_only_layers": [0]}),
     "qwen3_5_moe": ("Qwen3_5MoeTextConfig", {**_GATED, **_DELTA, "head_dim": HEAD}),
@@ -183,6 +184,7 @@ NOT_JUST_ADDED = (
     "hy_v3",
     "laguna",
     "minimax",
+    "minimax_m3_vl",
 )
 # With the families of which Forebay knows the loss alone.
 CAUSAL_LMS: dict[str, tuple[str, dict]] = {

@@ -2,6 +2,7 @@
 
 import copy
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -51,10 +52,44 @@ def assert_near(got: torch.Tensor, want: torch.Tensor, name: str, tolerance: flo
     assert error <= tolerance * scale, f"{name}: {error} of {scale}"
 
 
+# Experts that have an `_apply_gate` of their own, in families that are not built as a whole.
+GATES = {
+    "beam": "BeamExperts",
+    "deepseek_v4": "DeepseekV4Experts",
+    "glm5_next": "Glm5NextTextExperts",
+    "hy_v4": "HYV4Experts",
+    "hy_v4_vl": "HYV4VLExperts",
+    "minimax_m3_vl": "MiniMaxM3VLExperts",
+}
+
+
+@pytest.mark.parametrize("limit", [0.5, 50.0], ids="clamps_at_{}".format)
+@pytest.mark.parametrize("family", GATES)
+def test_a_gate_of_its_own_is_known(family: str, limit: float) -> None:
+    """Gate and up are about 1: one limit is inside of their range, the other is not."""
+    source = pytest.importorskip(f"transformers.models.{family}.modeling_{family}")
+    fields = {"num_experts": 8, "num_local_experts": 8, "hidden_size": HIDDEN, "hidden_act": "silu"}
+    fields |= {"intermediate_size": 24, "moe_intermediate_size": 24, "swiglu_limit": limit, "swiglu_alpha": 1.3}
+    theirs = getattr(source, GATES[family])(SimpleNamespace(**fields, _experts_implementation="eager"))
+    for weight in theirs.parameters():
+        nn.init.normal_(weight, std=0.2)
+    ours = copy.deepcopy(theirs)
+    ours.config._experts_implementation = hf_experts.register()
+    assert_the_same_with_sentinels(theirs, ours)
+    if hasattr(ours, "act_fn"):
+        ours.act_fn = nn.GELU()
+        assert "not silu" in (hf_experts.why_own(ours) or "")
+
+
 @pytest.mark.parametrize("family", MOE_FAMILIES)
 def test_experts_module_with_sentinels_and_save_h(family: str) -> None:
     theirs, ours = (experts_of(m) for m in pair(family))
     theirs.limit = ours.limit = 0.5  # read by GPT-OSS: inside the range of these activations
+    assert_the_same_with_sentinels(theirs, ours)
+
+
+def assert_the_same_with_sentinels(theirs: Any, ours: Any) -> None:
+    """Outputs and gradients of two modules; those of the second also without h."""
     none = ours.num_experts  # transformers' sentinel
     ids = torch.randint(0, none + 1, (13, 2))
     ids[::3, 0] = none

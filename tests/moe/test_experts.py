@@ -76,10 +76,10 @@ def by_hand(case: Case) -> Tensor:
             if "gate_up_bias" in t:
                 h = h + t["gate_up_bias"][e]
             gate, up = (h[::2], h[1::2]) if s.get("interleaved") else h.chunk(2)
+            if "limit" in s:
+                gate, up = gate.clamp(max=s["limit"]), up.clamp(-s["limit"], s["limit"])
             if s.get("activation") == "clamped_swiglu":
-                gate = gate.clamp(max=s["limit"])
-                up = up.clamp(-s["limit"], s["limit"]) + 1
-                act = gate * torch.sigmoid(s["alpha"] * gate) * up
+                act = gate * torch.sigmoid(s["alpha"] * gate) * (up + 1)
             else:
                 act = torch.nn.functional.silu(gate) * up
             out = down[e] @ act
@@ -181,6 +181,16 @@ def test_against_the_definition(ids, gpt_oss: bool, dtype: torch.dtype, poisoned
         assert got[name].is_contiguous()
         unused = [e for e in range(E) if not (case.ids == e).any()]
         assert (got[name][unused] == 0).all()
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_an_activation_with_limits(interleaved: bool, poisoned: None) -> None:
+    case = make()
+    case.settings |= {"activation": "limited_swiglu", "interleaved": interleaved, "limit": 1.0}
+    case, dy = case.to(torch.float32), torch.randn(case.ids.shape[0], H)
+    got = case.grads(dy)
+    assert_close(got, truth_of(case, dy), TOLERANCE[torch.float32])
+    assert_same_bits(got, case.grads(dy, save_h=False))
 
 
 @pytest.mark.parametrize("ranks", RANKS)

@@ -51,7 +51,8 @@ class Glu:
     """A gated activation of gate and up, which are halves of a row or interleaved pairs.
 
         swiglu:          silu(gate) * up
-        clamped_swiglu:  g * sigmoid(alpha * g) * (u + 1), g = min(gate, limit), u = clamp(up, -limit, limit)
+        limited_swiglu:  silu(g) * u                        g = min(gate, limit), u = clamp(up, -limit, limit)
+        clamped_swiglu:  g * sigmoid(alpha * g) * (u + 1)   with the same g and u
 
     Raises:
         ValueError: an unknown `kind`.
@@ -63,8 +64,23 @@ class Glu:
     limit: float = 7.0
 
     def __post_init__(self) -> None:
-        if self.kind not in ("swiglu", "clamped_swiglu"):
-            raise ValueError(f"activation must be 'swiglu' or 'clamped_swiglu', got {self.kind!r}")
+        if self.kind not in (kinds := ("swiglu", "limited_swiglu", "clamped_swiglu")):
+            raise ValueError(f"activation must be {kinds[0]!r}, {kinds[1]!r} or {kinds[2]!r}, got {self.kind!r}")
+
+    @property
+    def clamps(self) -> bool:
+        """Whether `limit` is read."""
+        return self.kind != "swiglu"
+
+    @property
+    def slope(self) -> float:
+        """The factor of the sigmoid's argument."""
+        return self.alpha if self.kind == "clamped_swiglu" else 1.0
+
+    @property
+    def shift(self) -> float:
+        """What is added to u."""
+        return 1.0 if self.kind == "clamped_swiglu" else 0.0
 
 
 @triton.jit
@@ -196,14 +212,14 @@ def _load_compressed(
 
 
 @triton.jit
-def _glu_parts(gate, up, alpha, limit, CLAMPED: tl.constexpr):
+def _glu_parts(gate, up, alpha, limit, CLAMPED: tl.constexpr, SHIFT: tl.constexpr):
     """The silu-like factor, its derivative, the up factor, and the derivative of that."""
     if CLAMPED:
         # tl.minimum drops a NaN; torch.clamp keeps it.
         gate_passes = ~(gate > limit)
         up_passes = ~((up > limit) | (up < -limit))
         gate = tl.where(gate_passes, gate, limit)
-        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up)) + 1.0
+        up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up)) + SHIFT
         sig = tl.sigmoid(alpha * gate)
         slope = sig * (1.0 + alpha * gate * (1.0 - sig))
         return gate * sig, tl.where(gate_passes, slope, 0.0), up, tl.where(up_passes, 1.0, 0.0)
@@ -216,7 +232,7 @@ def _glu_parts(gate, up, alpha, limit, CLAMPED: tl.constexpr):
 def _forward_kernel(
     h_ptr, weights_ptr, order_ptr, n_live_ptr, bias_ptr, row_expert_ptr, act_ptr, saved_ptr, bytes_ptr, pages_ptr,
     n_rows, alpha, limit, device_pages, host_at: tl.int64,
-    N_INNER: tl.constexpr, CLAMPED: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_BIAS: tl.constexpr,
+    N_INNER: tl.constexpr, CLAMPED: tl.constexpr, SHIFT: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_BIAS: tl.constexpr,
     PAGED: tl.constexpr, COMPRESSED: tl.constexpr, NATIVE: tl.constexpr, PAGE_WORDS: tl.constexpr, SAVED_WORDS: tl.constexpr,
     WORDS_IN_16: tl.constexpr, HALF: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_I: tl.constexpr,
 ):  # fmt: skip
@@ -265,7 +281,7 @@ def _forward_kernel(
     gate, up = _add_bias(
         gate, up, bias_ptr, expert[:, None], cols, mask, N_INNER, INTERLEAVED, HAS_BIAS, act_ptr.dtype.element_ty, HALF,
     )  # fmt: skip
-    silu, _, up, _ = _glu_parts(gate, up, alpha, limit, CLAMPED)
+    silu, _, up, _ = _glu_parts(gate, up, alpha, limit, CLAMPED, SHIFT)
     act = (silu * up * w[:, None]).to(act_ptr.dtype.element_ty)
     tl.store(act_ptr + rows[:, None] * N_INNER + cols, act, mask=mask)
 
@@ -274,7 +290,7 @@ def _forward_kernel(
 def _backward_kernel(
     h_ptr, bytes_ptr, da_ptr, weights_ptr, order_ptr, n_live_ptr, bias_ptr, row_expert_ptr, dh_ptr, act_ptr, dw_ptr, pages_ptr,
     n_rows, alpha, limit, device_pages, host_at: tl.int64,
-    N_INNER: tl.constexpr, CLAMPED: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_BIAS: tl.constexpr,
+    N_INNER: tl.constexpr, CLAMPED: tl.constexpr, SHIFT: tl.constexpr, INTERLEAVED: tl.constexpr, HAS_BIAS: tl.constexpr,
     PAGED: tl.constexpr, COMPRESSED: tl.constexpr, PAGE_WORDS: tl.constexpr, SAVED_WORDS: tl.constexpr,
     WORDS_IN_16: tl.constexpr, WRITE_DH: tl.constexpr,
     WRITE_ACT: tl.constexpr, WRITE_DW: tl.constexpr, HALF: tl.constexpr, WORD: tl.constexpr, BLOCK_R: tl.constexpr,
@@ -328,7 +344,7 @@ def _backward_kernel(
             gate, up, bias_ptr, expert[:, None], cols, inside,
             N_INNER, INTERLEAVED, HAS_BIAS, da_ptr.dtype.element_ty, HALF,
         )  # fmt: skip
-        silu, slope, up, up_slope = _glu_parts(gate, up, alpha, limit, CLAMPED)
+        silu, slope, up, up_slope = _glu_parts(gate, up, alpha, limit, CLAMPED, SHIFT)
         glu = silu * up
         if WRITE_DW:
             dw += da * glu
@@ -401,8 +417,8 @@ def swiglu_forward(
     launch(
         _forward_kernel, (cdiv(rows, block_r) * cdiv(inner, block_i),),
         words(h), weights, order, offs[-1:], words(bias), row_expert, act, place.words, place.bytes_,
-        place.pages, rows, glu.alpha, glu.limit, **place.sizes, NATIVE=compressed and converts_natively(h.device),
-        N_INNER=inner, CLAMPED=glu.kind == "clamped_swiglu", INTERLEAVED=glu.interleaved, HAS_BIAS=bias is not None,
+        place.pages, rows, glu.slope, glu.limit, **place.sizes, NATIVE=compressed and converts_natively(h.device),
+        N_INNER=inner, CLAMPED=glu.clamps, SHIFT=glu.shift, INTERLEAVED=glu.interleaved, HAS_BIAS=bias is not None,
         HALF=half, BLOCK_R=block_r, BLOCK_I=block_i, num_warps=_WARPS,
     )  # fmt: skip
     return act
@@ -472,7 +488,7 @@ def swiglu_backward(
     launch(
         _backward_kernel, (cdiv(rows, block_r),),
         place.words, place.bytes_, da, weights, order, offs[-1:], words(bias), row_expert, words(dh), act, dw,
-        place.pages, rows, glu.alpha, glu.limit, **place.sizes, N_INNER=inner, CLAMPED=glu.kind == "clamped_swiglu",
+        place.pages, rows, glu.slope, glu.limit, **place.sizes, N_INNER=inner, CLAMPED=glu.clamps, SHIFT=glu.shift,
         INTERLEAVED=glu.interleaved, HAS_BIAS=bias is not None, WRITE_DH=need_dh, WRITE_ACT=need_act,
         WRITE_DW=need_dw, HALF=half, WORD=word, BLOCK_R=block_r, BLOCK_I=block_i, num_warps=_WARPS,
     )  # fmt: skip
@@ -660,14 +676,14 @@ def _reference_parts(
         # A sentinel has no expert: its index is clamped, and its row is masked.
         h = h + bias[row_expert.long().clamp(0, bias.shape[0] - 1)].to(h.dtype)
     gate, up = _halves(h, glu)
-    if glu.kind == "swiglu":
+    if not glu.clamps:
         sig = torch.sigmoid(gate)
         return gate * sig, sig * (1 + gate * (1 - sig)), up, torch.ones_like(up)
     gate_passes, up_passes = ~(gate > glu.limit), ~(up.abs() > glu.limit)
     gate = gate.clamp(max=glu.limit)
-    sig = torch.sigmoid(glu.alpha * gate)
-    slope = sig * (1 + glu.alpha * gate * (1 - sig)) * gate_passes
-    return gate * sig, slope, up.clamp(-glu.limit, glu.limit) + 1, up_passes.to(h.dtype)
+    sig = torch.sigmoid(glu.slope * gate)
+    slope = sig * (1 + glu.slope * gate * (1 - sig)) * gate_passes
+    return gate * sig, slope, up.clamp(-glu.limit, glu.limit) + glu.shift, up_passes.to(h.dtype)
 
 
 def _backward_reference(

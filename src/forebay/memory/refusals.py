@@ -59,5 +59,6 @@ def refuse_nested_checkpointing(path: str, module: nn.Module) -> None:
             where = f"{path}.{name}" if name else path
             raise ValueError(
                 f"{path!r} is to be recomputed, but {where!r} is already under gradient checkpointing; "
-                "call model.gradient_checkpointing_disable() or choose another placement"
+                "call model.gradient_checkpointing_disable() (activation_checkpointing_disable() since transformers 5.23), or "
+                "choose another placement"
             )

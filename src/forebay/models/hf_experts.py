@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,6 +31,33 @@ from forebay.moe.wgrad import gate_up_edge
 
 NAME = "forebay"
 _INSTALLED = "forebay_experts"
+
+
+class _Gate(NamedTuple):
+    """The gated activation of classes that have an `_apply_gate` of their own.
+
+    Attributes:
+        kind: of `forebay.kernels.swiglu.Glu`.
+        limit, alpha: attributes of the module that have them; "" for none.
+        interleaved: whether gate and up of a row are pairs.
+        classes: of experts modules.
+    """
+
+    kind: str
+    limit: str
+    alpha: str
+    interleaved: bool
+    classes: tuple[str, ...]
+
+
+# By name: the attributes prove nothing, as families use `limit` with several formulas.
+_GATES = (
+    _Gate("clamped_swiglu", "limit", "alpha", True, ("GptOssExperts",)),
+    _Gate("clamped_swiglu", "swiglu_limit", "swiglu_alpha", False, ("MiniMaxM3VLExperts",)),
+    _Gate("limited_swiglu", "limit", "", False, ("DeepseekV4Experts",)),
+    _Gate("limited_swiglu", "swiglu_limit", "", False, ("Glm5NextTextExperts", "HYV4Experts", "HYV4VLExperts")),
+    _Gate("swiglu", "", "", False, ("BeamExperts",)),  # in float32, as Forebay's kernels compute every activation
+)
 
 
 def keep_local_experts(model: nn.Module, dispatcher: TokenDispatcher) -> None:
@@ -142,10 +169,10 @@ def experts_forward(
         max_rows, gate_up_update, down_update, edge: see `forebay.moe.experts.experts`.
 
     Raises:
-        ValueError: an activation other than silu or GPT-OSS's.
+        ValueError: an activation that Forebay's kernels do not have.
     """
     kind = activation_of(self)
-    clamped = kind == "clamped_swiglu"
+    gate = _gate_of(self)
     gate_up = local(self.gate_up_proj)
     deferred, pages = setting(self, "forebay_weight_gradients", None), setting(self, "forebay_pages", None)
     if edge is None and deferred is None and pages is None:
@@ -161,8 +188,8 @@ def experts_forward(
         activation=kind,
         interleaved=not self.is_concatenated,
         transposed=self.is_transposed,
-        alpha=float(self.alpha) if clamped else 1.0,
-        limit=float(self.limit) if clamped else 0.0,
+        alpha=float(getattr(self, gate.alpha)) if gate is not None and gate.alpha else 1.0,
+        limit=float(getattr(self, gate.limit)) if gate is not None and gate.limit else 0.0,
         save_h=setting(self, "forebay_save_h", True),
         precision=setting(self, "forebay_precision", "exact"),
         max_rows=max_rows,
@@ -213,7 +240,7 @@ def _fuses(module: Any, gate_up: Tensor) -> bool:
 
 
 def activation_of(module: Any) -> str:
-    """ "swiglu" or "clamped_swiglu".
+    """The kind of its `forebay.kernels.swiglu.Glu`.
 
     Raises:
         ValueError: any other activation.
@@ -229,7 +256,20 @@ def activation_of(module: Any) -> str:
 
 
 def _activation(module: Any) -> str:
-    return "swiglu" if type(module)._apply_gate is _default_apply_gate else "clamped_swiglu"
+    gate = _gate_of(module)
+    return "swiglu" if gate is None else gate.kind
+
+
+def _gate_of(module: Any) -> _Gate | None:
+    """The gate of a class that has a known one of its own; None for any other."""
+    if type(module)._apply_gate is _default_apply_gate:
+        return None
+    # The defining class counts: FSDP2 makes a subclass on the fly.
+    owner = next(kind for kind in type(module).__mro__ if "_apply_gate" in vars(kind))
+    for gate in _GATES:
+        if owner.__name__ in gate.classes and gate.interleaved != module.is_concatenated:
+            return gate
+    return None
 
 
 def why_own(module: Any) -> str | None:
@@ -246,16 +286,11 @@ def _why_other_formula(module: Any) -> str | None:
     name = type(module).__name__
     if not module.has_gate:
         return f"{name} has no gate projection"
-    # A module with its own gated activation overrides `_apply_gate`. Only GPT-OSS's is known here; the attributes `alpha`
-    # and `limit` prove nothing, other families use them with other formulas.
-    if type(module)._apply_gate is not _default_apply_gate:
-        # The defining class counts: FSDP2 makes a subclass on the fly.
-        owner = next(kind for kind in type(module).__mro__ if "_apply_gate" in vars(kind))
-        known = owner.__name__ == "GptOssExperts" and not module.is_concatenated
-        return None if known else f"{name} has a gated activation of its own"
-    if not isinstance(module.act_fn, (nn.SiLU, SiLUActivation)) and module.act_fn is not nn.functional.silu:
-        return f"{name} uses {module.act_fn}, not silu"
-    return None
+    if type(module)._apply_gate is not _default_apply_gate and _gate_of(module) is None:
+        return f"{name} has a gated activation of its own"
+    silu = getattr(module, "act_fn", nn.functional.silu)  # some gates have silu in their formula
+    known = silu is nn.functional.silu or isinstance(silu, (nn.SiLU, SiLUActivation))
+    return None if known or _activation(module) == "clamped_swiglu" else f"{name} uses {silu}, not silu"
 
 
 def quantized_weight(experts: nn.Module) -> str | None:

@@ -98,7 +98,8 @@ def experts(
         gate_up: [E, 2I, H], or [E, H, 2I] if `transposed`.
         down: [E, H, I], or [E, I, H] if `transposed`.
         gate_up_bias, down_bias: [E, 2I] and [E, H].
-        activation: "swiglu" (silu) or "clamped_swiglu" (GPT-OSS; reads alpha and limit).
+        activation: "swiglu" (silu), "limited_swiglu" (DeepSeek-V4; reads limit) or "clamped_swiglu" (GPT-OSS; reads alpha and
+            limit); see `forebay.kernels.swiglu.Glu`.
         interleaved: gate and up columns alternate instead of forming two halves.
         save_h: save h for backward (4KI bytes a token in bf16), or recompute it there.
         precision: "fp8" saves h in 8 bits an element (`forebay.kernels.row_fp8`), and x too where it waits in pages: gradients

@@ -640,8 +640,9 @@ def _watch_base_model(model: nn.Module, sites: Mapping[str, CallSite], manager: 
                 warned = True
                 warnings.warn(
                     f"forebay.manage: a forward of {type(self).__name__} ran with gradients enabled and called none of its "
-                    f"{len(sites)} regions ({next(iter(sites))}, ...): its layers were replaced since, or were given a KV cache "
-                    "(use_cache=True) or asked for attention weights. Nothing is placed; call manage() on the model as it is now",
+                    f"{len(sites)} regions ({next(iter(sites))}, ...), so nothing is placed: its layers were given a KV cache "
+                    "(use_cache=True, or prefix tuning) or asked for attention weights, or were replaced since; then detach "
+                    "and call manage() on the model as it is now",
                     stacklevel=2,
                 )
             return out

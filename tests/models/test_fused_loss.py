@@ -91,16 +91,29 @@ def test_arguments_of_the_loss(family: str, extra: dict[str, Any]) -> None:
         assert all(map(torch.equal, got.hidden_states, want.hidden_states)) and want.hidden_states
 
 
-def test_positional_arguments_and_tuples() -> None:
+def test_positional_arguments() -> None:
     model = build_tiny("qwen3_moe")
     inputs = batch()
     args = (inputs["input_ids"], inputs["attention_mask"], None, None, None, inputs["labels"])
     want = model(*args).loss
     install_fused_loss(model)
     torch.testing.assert_close(model(*args).loss, want)
-    torch.testing.assert_close(model(*args, return_dict=False)[0], want)
     with pytest.raises(TypeError, match="input_ids"):
         model(inputs["input_ids"], input_ids=inputs["input_ids"], labels=inputs["labels"])
+
+
+def test_a_tuple_has_logits_in_their_place() -> None:
+    model = build_tiny("qwen3_moe")
+    inputs = batch() | {"output_hidden_states": True, "use_cache": False, "return_dict": False}
+    want = model(**inputs)
+    install_fused_loss(model)
+    with pytest.warns(UserWarning, match="return_dict=False returns logits.*the model's own forward runs"):
+        loss, logits, hidden = model(**inputs)[:3]
+    assert torch.equal(loss, want[0]) and torch.equal(logits, want[1]) and all(map(torch.equal, hidden, want[2]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(model(**inputs)) == len(want)
+        assert model(**inputs | {"return_dict": True}).logits is None
 
 
 def test_without_labels_nothing_changes() -> None:

@@ -385,7 +385,8 @@ class SublayerForward:
         if is_given_a_cache(kwargs):
             if layer.training and torch.is_grad_enabled():
                 warnings.warn(
-                    "a KV cache in training: the layers run unmanaged and uncompiled; pass use_cache=False",
+                    "a KV cache in training: the layers run unmanaged and uncompiled; pass use_cache=False, and no cache of your "
+                    "own, as PEFT's prefix tuning does",
                     stacklevel=2,
                 )
             return True

@@ -76,11 +76,15 @@ class _FusedForward:
         if not (model.training or self._in_eval):
             return self._warn_in_backward(self._inner(*args, **kwargs))
         change = _change_of(model, self._head)
+        if (
+            kwargs.get("return_dict") is False
+        ):  # without logits, each later entry would take the place of the one before
+            change = "return_dict=False returns logits"
         if change is not None:
             if not self._warned_head:
                 self._warned_head = True
                 warnings.warn(
-                    f"{change}, which the fused loss leaves out: the model's own loss runs, and holds logits [tokens, "
+                    f"{change}, which the fused loss leaves out: the model's own forward runs, and holds logits [tokens, "
                     "vocabulary]; undo that, or for a new head detach and call manage() again, or pass loss=None to silence this",
                     stacklevel=2,
                 )

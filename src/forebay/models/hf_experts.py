@@ -50,13 +50,13 @@ class _Gate(NamedTuple):
     classes: tuple[str, ...]
 
 
-# By name: the attributes prove nothing, as families use `limit` with several formulas.
+# Fields of `_Gate`. By name: the attributes prove nothing, as families use `limit` with several formulas.
 _GATES = (
-    _Gate("clamped_swiglu", "limit", "alpha", True, ("GptOssExperts",)),
-    _Gate("clamped_swiglu", "swiglu_limit", "swiglu_alpha", False, ("MiniMaxM3VLExperts",)),
-    _Gate("limited_swiglu", "limit", "", False, ("DeepseekV4Experts",)),
-    _Gate("limited_swiglu", "swiglu_limit", "", False, ("Glm5NextTextExperts", "HYV4Experts", "HYV4VLExperts")),
-    _Gate("swiglu", "", "", False, ("BeamExperts",)),  # in float32, as Forebay's kernels compute every activation
+    ("clamped_swiglu", "limit", "alpha", True, ("GptOssExperts",)),
+    ("clamped_swiglu", "swiglu_limit", "swiglu_alpha", False, ("MiniMaxM3VLExperts",)),
+    ("limited_swiglu", "limit", "", False, ("DeepseekV4Experts",)),
+    ("limited_swiglu", "swiglu_limit", "", False, ("Glm5NextTextExperts", "HYV4Experts", "HYV4VLExperts")),
+    ("swiglu", "", "", False, ("BeamExperts",)),  # in float32, as Forebay's kernels compute every activation
 )
 
 
@@ -266,7 +266,7 @@ def _gate_of(module: Any) -> _Gate | None:
         return None
     # The defining class counts: FSDP2 makes a subclass on the fly.
     owner = next(kind for kind in type(module).__mro__ if "_apply_gate" in vars(kind))
-    for gate in _GATES:
+    for gate in (_Gate(*fields) for fields in _GATES):
         if owner.__name__ in gate.classes and gate.interleaved != module.is_concatenated:
             return gate
     return None

@@ -52,7 +52,7 @@ def assert_near(got: torch.Tensor, want: torch.Tensor, name: str, tolerance: flo
     assert error <= tolerance * scale, f"{name}: {error} of {scale}"
 
 
-# Experts that have an `_apply_gate` of their own, in families that are not built as a whole.
+# Experts that have an `_apply_gate` of their own, but GPT-OSS's, by the folder of their family.
 GATES = {
     "beam": "BeamExperts",
     "deepseek_v4": "DeepseekV4Experts",

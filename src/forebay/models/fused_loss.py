@@ -76,9 +76,8 @@ class _FusedForward:
         if not (model.training or self._in_eval):
             return self._warn_in_backward(self._inner(*args, **kwargs))
         change = _change_of(model, self._head)
-        if (
-            kwargs.get("return_dict") is False
-        ):  # without logits, each later entry would take the place of the one before
+        # A tuple without logits would have each later entry in the place of the one before.
+        if kwargs.get("return_dict") is False:
             change = "return_dict=False returns logits"
         if change is not None:
             if not self._warned_head:

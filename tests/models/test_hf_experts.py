@@ -138,7 +138,7 @@ def test_a_subclass_gates_as_the_class_that_says_how() -> None:
     module = experts_of(build("gpt_oss"))
     kind = type(module)
     module.__class__ = type("FSDPGptOssExperts", (kind,), {})
-    assert hf_experts.activation_of(module) == "clamped_swiglu"
+    assert hf_experts.activation_of(module).kind == "clamped_swiglu"
     module.__class__ = type("GptOssExpertsOfMine", (kind,), {"_apply_gate": lambda self, x: x})
     with pytest.raises(ValueError, match="GptOssExpertsOfMine has a gated activation of its own"):
         hf_experts.activation_of(module)

@@ -73,13 +73,13 @@ class Glu:
         return self.kind != "swiglu"
 
     @property
-    def slope(self) -> float:
-        """The factor of the sigmoid's argument."""
+    def factor(self) -> float:
+        """The number by which g is multiplied inside the sigmoid."""
         return self.alpha if self.kind == "clamped_swiglu" else 1.0
 
     @property
     def shift(self) -> float:
-        """What is added to u."""
+        """The number that is added to u before it is multiplied."""
         return 1.0 if self.kind == "clamped_swiglu" else 0.0
 
 
@@ -417,7 +417,7 @@ def swiglu_forward(
     launch(
         _forward_kernel, (cdiv(rows, block_r) * cdiv(inner, block_i),),
         words(h), weights, order, offs[-1:], words(bias), row_expert, act, place.words, place.bytes_,
-        place.pages, rows, glu.slope, glu.limit, **place.sizes, NATIVE=compressed and converts_natively(h.device),
+        place.pages, rows, glu.factor, glu.limit, **place.sizes, NATIVE=compressed and converts_natively(h.device),
         N_INNER=inner, CLAMPED=glu.clamps, SHIFT=glu.shift, INTERLEAVED=glu.interleaved, HAS_BIAS=bias is not None,
         HALF=half, BLOCK_R=block_r, BLOCK_I=block_i, num_warps=_WARPS,
     )  # fmt: skip
@@ -488,7 +488,7 @@ def swiglu_backward(
     launch(
         _backward_kernel, (cdiv(rows, block_r),),
         place.words, place.bytes_, da, weights, order, offs[-1:], words(bias), row_expert, words(dh), act, dw,
-        place.pages, rows, glu.slope, glu.limit, **place.sizes, N_INNER=inner, CLAMPED=glu.clamps, SHIFT=glu.shift,
+        place.pages, rows, glu.factor, glu.limit, **place.sizes, N_INNER=inner, CLAMPED=glu.clamps, SHIFT=glu.shift,
         INTERLEAVED=glu.interleaved, HAS_BIAS=bias is not None, WRITE_DH=need_dh, WRITE_ACT=need_act,
         WRITE_DW=need_dw, HALF=half, WORD=word, BLOCK_R=block_r, BLOCK_I=block_i, num_warps=_WARPS,
     )  # fmt: skip
@@ -681,8 +681,8 @@ def _reference_parts(
         return gate * sig, sig * (1 + gate * (1 - sig)), up, torch.ones_like(up)
     gate_passes, up_passes = ~(gate > glu.limit), ~(up.abs() > glu.limit)
     gate = gate.clamp(max=glu.limit)
-    sig = torch.sigmoid(glu.slope * gate)
-    slope = sig * (1 + glu.slope * gate * (1 - sig)) * gate_passes
+    sig = torch.sigmoid(glu.factor * gate)
+    slope = sig * (1 + glu.factor * gate * (1 - sig)) * gate_passes
     return gate * sig, slope, up.clamp(-glu.limit, glu.limit) + glu.shift, up_passes.to(h.dtype)
 
 

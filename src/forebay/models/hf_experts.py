@@ -33,24 +33,16 @@ NAME = "forebay"
 _INSTALLED = "forebay_experts"
 
 
-class _Gate(NamedTuple):
-    """The gated activation of classes that have an `_apply_gate` of their own.
+class Gate(NamedTuple):
+    """The gated activation of an experts module: fields of `forebay.kernels.swiglu.Glu`."""
 
-    Attributes:
-        kind: of `forebay.kernels.swiglu.Glu`.
-        limit, alpha: attributes of the module that have them; "" for none.
-        interleaved: whether gate and up of a row are pairs.
-        classes: of experts modules.
-    """
-
-    kind: str
-    limit: str
-    alpha: str
-    interleaved: bool
-    classes: tuple[str, ...]
+    kind: str = "swiglu"
+    alpha: float = 1.0
+    limit: float = 0.0
 
 
-# Fields of `_Gate`. By name: the attributes prove nothing, as families use `limit` with several formulas.
+# Of classes with an `_apply_gate` of their own: the kind, the attributes that have limit and alpha, whether gate and up of a row
+# are pairs, and the classes' names. By name: the attributes prove nothing, as families use `limit` with several formulas.
 _GATES = (
     ("clamped_swiglu", "limit", "alpha", True, ("GptOssExperts",)),
     ("clamped_swiglu", "swiglu_limit", "swiglu_alpha", False, ("MiniMaxM3VLExperts",)),
@@ -171,8 +163,7 @@ def experts_forward(
     Raises:
         ValueError: an activation that Forebay's kernels do not have.
     """
-    kind = activation_of(self)
-    gate = _gate_of(self)
+    gate = activation_of(self)
     gate_up = local(self.gate_up_proj)
     deferred, pages = setting(self, "forebay_weight_gradients", None), setting(self, "forebay_pages", None)
     if edge is None and deferred is None and pages is None:
@@ -185,11 +176,11 @@ def experts_forward(
         local(self.down_proj),
         gate_up_bias=local(self.gate_up_proj_bias) if self.has_bias else None,
         down_bias=local(self.down_proj_bias) if self.has_bias else None,
-        activation=kind,
+        activation=gate.kind,
         interleaved=not self.is_concatenated,
         transposed=self.is_transposed,
-        alpha=float(getattr(self, gate.alpha)) if gate is not None and gate.alpha else 1.0,
-        limit=float(getattr(self, gate.limit)) if gate is not None and gate.limit else 0.0,
+        alpha=gate.alpha,
+        limit=gate.limit,
         save_h=setting(self, "forebay_save_h", True),
         precision=setting(self, "forebay_precision", "exact"),
         max_rows=max_rows,
@@ -227,48 +218,48 @@ def edge_of(module: Any, tokens: int) -> GateUpEdge | None:
 
 def _fuses(module: Any, gate_up: Tensor) -> bool:
     """What `experts` will decide; where it decides otherwise, it leaves the edge unused."""
-    if setting(module, "forebay_precision", "exact") != "exact":
+    gate = _gate_of(module)
+    if gate is None or setting(module, "forebay_precision", "exact") != "exact":
         return False
     return fuses(
         gate_up,
         payload(module.down_proj),  # no node of `to_local`: the experts' own has to be younger than the edge
-        activation=_activation(module),
+        activation=gate.kind,
         interleaved=not module.is_concatenated,
         transposed=module.is_transposed,
         biased=module.has_bias,
     )
 
 
-def activation_of(module: Any) -> str:
-    """The kind of its `forebay.kernels.swiglu.Glu`.
+def activation_of(module: Any) -> Gate:
+    """Its gated activation.
 
     Raises:
-        ValueError: any other activation.
+        ValueError: one that Forebay's kernels do not have.
     """
     # Dynamo need not trace all of `why_own`: what compiles calls was installed after it, or by transformers' decorator, which
     # leaves no other forward.
     why = _why_other_formula(module) if torch.compiler.is_compiling() else why_own(module)
-    if why is not None:
+    gate = _gate_of(module)
+    if why is not None or gate is None:
         raise ValueError(
             f'{why}: leave this model on its own experts (experts=None, or experts_implementation="eager")'
         )
-    return _activation(module)
+    return gate
 
 
-def _activation(module: Any) -> str:
-    gate = _gate_of(module)
-    return "swiglu" if gate is None else gate.kind
-
-
-def _gate_of(module: Any) -> _Gate | None:
-    """The gate of a class that has a known one of its own; None for any other."""
+def _gate_of(module: Any) -> Gate | None:
+    """The formula of its `_apply_gate`, whatever the function that it takes for silu; None if it is not known."""
     if type(module)._apply_gate is _default_apply_gate:
-        return None
+        return Gate()
     # The defining class counts: FSDP2 makes a subclass on the fly.
     owner = next(kind for kind in type(module).__mro__ if "_apply_gate" in vars(kind))
-    for gate in (_Gate(*fields) for fields in _GATES):
-        if owner.__name__ in gate.classes and gate.interleaved != module.is_concatenated:
-            return gate
+    for kind, limit, alpha, interleaved, classes in _GATES:
+        if owner.__name__ in classes and interleaved != module.is_concatenated:
+            found = {
+                field: float(getattr(module, name)) for field, name in (("alpha", alpha), ("limit", limit)) if name
+            }
+            return Gate(kind, **found)
     return None
 
 
@@ -286,11 +277,13 @@ def _why_other_formula(module: Any) -> str | None:
     name = type(module).__name__
     if not module.has_gate:
         return f"{name} has no gate projection"
-    if type(module)._apply_gate is not _default_apply_gate and _gate_of(module) is None:
+    gate = _gate_of(module)
+    if gate is None:
         return f"{name} has a gated activation of its own"
-    silu = getattr(module, "act_fn", nn.functional.silu)  # some gates have silu in their formula
+    # GPT-OSS's formula has no function for silu, and some others name torch's.
+    silu = getattr(module, "act_fn", nn.functional.silu)
     known = silu is nn.functional.silu or isinstance(silu, (nn.SiLU, SiLUActivation))
-    return None if known or _activation(module) == "clamped_swiglu" else f"{name} uses {silu}, not silu"
+    return None if known or gate.kind == "clamped_swiglu" else f"{name} uses {silu}, not silu"
 
 
 def quantized_weight(experts: nn.Module) -> str | None:

@@ -282,9 +282,13 @@ class TimingRecorder(_EventRecorder):
             seconds = sample.seconds_to(sample.idle_from or begins)
             idle = sample.idle_from.elapsed_time(begins) / 1e3 if sample.idle_from is not None else 0.0
             events[index] = replace(events[index], seconds=min(seconds, events[index].seconds), idle=idle)
-        ratio = sum(event.seconds for event in events) / (sum(event.seconds for event in timeline.events) or 1.0)
-        calls = tuple(replace(call, seconds=call.seconds * min(ratio, 1.0)) for call in timeline.calls)
-        return replace(timeline, calls=calls, events=tuple(events))
+        # A forward is shorter by what its event is: in a measured step, the first one's waits for the host may be most of its time.
+        calls = list(timeline.calls)
+        for before, now in zip(timeline.events, events, strict=True):
+            if now.kind == "F" and before.seconds:
+                call = calls[now.call]
+                calls[now.call] = replace(call, seconds=call.seconds * now.seconds / before.seconds)
+        return replace(timeline, calls=tuple(calls), events=tuple(events))
 
     def _with_memory(self, timeline: Timeline) -> list[TimelineEvent]:
         """`other` of an event is the memory at its start less the saved items that a plan counts there: those of each call, from

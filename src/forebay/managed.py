@@ -48,6 +48,7 @@ from forebay.models.hf_experts import (
     why_own,
 )
 from forebay.models.low_rank import refuse_untraceable
+from forebay.models.packing import install_packing
 from forebay.models.placements import (
     Regions,
     install_stash,
@@ -558,7 +559,8 @@ def _warn_of_checkpointing(on: Sequence[nn.Module]) -> None:
 
 
 def _guard_base_model(model: Any, checkpointing_off: Callable[[], AbstractContextManager[None]]) -> Callable[[], None]:
-    """Run the base model, which calls the layers, without a KV cache in training and with `checkpointing_off`."""
+    """Run the base model, which calls the layers, without a KV cache in training, with `checkpointing_off`, and without asking
+    the device what is known."""
 
     def around(inner: InnerForward) -> ForwardFn:
         def run(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -574,6 +576,7 @@ def _guard_base_model(model: Any, checkpointing_off: Callable[[], AbstractContex
     for part in model.base_model.modules():
         if isinstance(part, PreTrainedModel):
             undo.callback(_guard_cache(part))
+            undo.callback(install_packing(part))
     return undo.close
 
 

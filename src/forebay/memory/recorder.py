@@ -282,7 +282,7 @@ class TimingRecorder(_EventRecorder):
             seconds = sample.seconds_to(sample.idle_from or begins)
             idle = sample.idle_from.elapsed_time(begins) / 1e3 if sample.idle_from is not None else 0.0
             events[index] = replace(events[index], seconds=min(seconds, events[index].seconds), idle=idle)
-        # A forward is shorter by what its event is: in a measured step, the first one's waits for the host may be most of its time.
+        # A forward is shorter by what its event is: in a measured step, the first one's may be waits for the host mostly.
         calls = list(timeline.calls)
         for before, now in zip(timeline.events, events, strict=True):
             if now.kind == "F" and before.seconds:

@@ -59,6 +59,7 @@ from forebay.models.placements import (
     switch_recompute_experts,
 )
 from forebay.models.sinks import install_sinks
+from forebay.models.whole_layers import install_whole_layers
 from forebay.moe.dispatch import TokenDispatcher
 from forebay.policy import (
     MANAGED_PLACEMENTS,
@@ -213,7 +214,8 @@ def manage(
         budget: bytes, or text such as ``"6GiB"``: how far a step's peak may rise over the memory held before it. "auto" chooses
             placements within it. With regions placed ``offload`` it is a check: their plan keeps within it, or raises
             BudgetError. Other policies take none.
-        compile: compile the sublayers of the decoder layers, so that autograd saves fewer tensors.
+        compile: compile the sublayers of the decoder layers, or whole layers that are not two sublayers, so that autograd saves
+            fewer tensors.
         attention: ``"flex"`` runs attention with sinks (GPT-OSS), which transformers runs eagerly, on torch's compiled
             `flex_attention`, with `compile` and on a GPU; all other attention stays the model's own. None leaves all of it.
         experts: ``"forebay"`` for experts that save few tensors for backward, None to leave the model's own.
@@ -288,6 +290,9 @@ def manage(
             for inner in inner_models:
                 undo.callback(_compile_final_norm(inner))
         sealed = sealed_in_sublayers(model, sublayers, dispatcher) if compile else {}
+        if compile and not sublayers:
+            sealed, uncompile = install_whole_layers(model)
+            undo.callback(uncompile)
         refuse_untraceable(model, sealed)
         regions = regions_of(model, sublayers, policy, sealed, dispatcher, recompute)
         if precision == "fp8":
@@ -454,11 +459,11 @@ def _install_operations(
 
 
 def _sublayers(model: nn.Module, compile: bool, dispatcher: TokenDispatcher | None, fallbacks: list[str]) -> Sublayers:
-    """The sublayers of the decoder layers; none for a model whose layers are not two sublayers, unless an option needs them."""
-    if compile or dispatcher is not None:
+    """The sublayers of the decoder layers; none for a model whose layers are not two sublayers, which a dispatcher needs."""
+    if dispatcher is not None:
         return install_sublayers(model, compile, dispatcher)
     try:
-        return install_sublayers(model) if has_decoder_layers(model) else Sublayers()
+        return install_sublayers(model, compile) if has_decoder_layers(model) else Sublayers()
     except UnknownLayerError as error:
         fallbacks.append(f"{error}; the children of module lists are the regions instead, such as whole decoder layers")
         return Sublayers()

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from forebay.memory.kv_cache import takes_a_cache
@@ -128,6 +129,27 @@ def decoder_layers(model: nn.Module) -> Iterator[LayerParts]:
             else known.block(f"{path}.{block}", inner)
         )
         yield LayerParts(path, module, halves, mixer, block, moe)
+
+
+def whole_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Path and module of every decoder layer of the language models in `model`, whatever it is made of.
+
+    Raises:
+        ValueError: a layer whose forward is replaced, or that is managed already.
+    """
+    for path, module in model.named_modules():
+        if (
+            not isinstance(module, PreTrainedModel)
+            or "input_ids" not in inspect.signature(type(module).forward).parameters
+        ):
+            continue
+        for name, layers in module.named_children():
+            for number, layer in layers.named_children() if isinstance(layers, nn.ModuleList) else ():
+                base = transformers_base(layer)
+                if base is not None and isinstance(layer, GradientCheckpointingLayer):
+                    found = ".".join(part for part in (path, name, number) if part)
+                    _refuse_override(found, layer, base)
+                    yield found, layer
 
 
 def check_block(parts: LayerParts) -> None:

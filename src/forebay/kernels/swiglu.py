@@ -29,6 +29,7 @@ from forebay.kernels.row_fp8 import (
     finite_magnitude,
     from_e4m3,
     group_scale,
+    pair_to_e4m3,
     to_e4m3,
 )
 
@@ -178,8 +179,7 @@ def _save_compressed(
     if INTERLEAVED:
         scales = group_scale(tl.maximum(_top(gate, GROUP_COLS), _top(up, GROUP_COLS)))
         spread = _spread(scales, BLOCK_I)
-        pairs = to_e4m3(gate, spread, NATIVE) | (to_e4m3(up, spread, NATIVE) << 8)
-        tl.store(at, pairs.to(tl.int16), mask=inside)
+        tl.store(at, pair_to_e4m3(gate, up, spread, NATIVE), mask=inside)
     else:
         scales = group_scale(_top(gate, GROUP_COLS))
         up_scales = group_scale(_top(up, GROUP_COLS))

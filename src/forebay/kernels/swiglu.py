@@ -2,9 +2,9 @@
 
 Input: h [R, 2I], the first grouped GEMM's output with rows sorted by expert; the routing weights by slot (slot = token * K +
 choice); `order` [R], row -> slot; `offs` [E], the end row of each expert. Output: new tensors that the caller owns. The forward
-can also write h to pages (`forebay.kernels.paging`), from which the backward reads it, with bitwise the same results; or write it
-in 8 bits an element (`forebay.kernels.row_fp8`), to pages or to a tensor: 2.06I bytes more a row in the forward, and 1.94I fewer
-in the backward.
+can also write h to pages (`forebay.kernels.paging`), from which the backward reads it, with bitwise the same results (if I is no
+multiple of 8, a GPU adds up the weights' gradients in another order); or write it in 8 bits an element
+(`forebay.kernels.row_fp8`), to pages or to a tensor: 2.06I bytes more a row in the forward, and 1.94I fewer in the backward.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Input: a transformers model. Output: the same model, which in a forward without `position_ids` counts them up itself, so no
 sequence begins inside a row. transformers looks for one in them all the same, whenever there is neither a mask nor a cache, and
 the host waits for all that the device has to do. In a step of several microbatches that the host launches, the device then waits
-for the first layers of each: 25 of 135 ms on an H200, with three Mixtral-like layers, in four microbatches of 8 x 1280 tokens.
+for the first layers of each: six GLM-4.5-like layers in four microbatches of 2 x 6656 tokens took 249 ms (one H200), and now 195.
 """
 
 from __future__ import annotations

@@ -225,7 +225,7 @@ def disagreements(case: Case, texts: Path, folder: Path) -> list[str]:
             mask_some(trainer)
         reference = Reference(folder, trainer.config)
         assert trainer._held_out is not None
-        held_out = _of_all(trainer, trainer._microbatches(trainer._held_out(0)))
+        held_out = _of_all(trainer, trainer._microbatches(trainer._held_out(0), called=False))
         wrong = _far("validation", trainer.evaluate(), reference.evaluate(held_out), 2e-5)
         wrong += _gradients(trainer, reference)
         return wrong or _steps(trainer, reference)

@@ -1,13 +1,16 @@
 """Documents of a sequence stay apart in engines: bitwise as in plain steps, with other boundaries in each microbatch and step."""
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import masking_utils
 
 from forebay.config import Config
 from forebay.pipeline.arguments import LayerArguments
+from forebay.train import trainer as trainer_module
 from forebay.train.distributed import Mesh
 from forebay.train.trainer import Trainer
 from tests.models.conftest import build_tiny
@@ -24,13 +27,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def apart(folder: Path, family: str = "qwen3_moe", **changes: dict[str, Any]) -> Config:
+def apart(folder: Path, family: str = "qwen3_moe", longest: int = 14, **changes: dict[str, Any]) -> Config:
     """Documents of up to 14 bytes, so each sequence of 32 has boundaries."""
     return config(
         folder,
         FAMILIES[family],
         model={"family": family, **changes.pop("model", {})},
-        data={**write_documents(folder, 14), "validation": 0.2},
+        data={**write_documents(folder, longest), "validation": 0.2},
         train={"batch": 8, "microbatch": 2, "sequence": 32, "steps": STEPS, "eval_every": 1, "eval_batches": 1},
         optimizer={"fused": False},
         **changes,
@@ -53,6 +56,37 @@ def test_steps_as_a_graph_has_them_have_the_bits_of_plain_ones(tmp_path: Path, f
     graph = {"memory": {"graph": True}, "parallel": {"overlap": False, "reshard": False}}
     same, same_figures = outcome(apart(tmp_path, family, model=model, **graph))
     assert figures == same_figures and not differing(state, same)
+
+
+@pytest.mark.parametrize("longest", [14, 150])
+def test_plain_steps_and_evaluations_do_not_ask_where_documents_begin(
+    tmp_path: Path, longest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And have the bits of steps in which transformers asks, also where no document begins in a microbatch."""
+    asked: list[bool] = []
+    find = masking_utils.find_packed_sequence_indices
+
+    def found(positions: torch.Tensor) -> torch.Tensor | None:
+        asked.append(find(positions) is not None)
+        return find(positions)
+
+    monkeypatch.setattr(masking_utils, "find_packed_sequence_indices", found)
+
+    def run() -> tuple[dict[str, torch.Tensor], list[Any]]:
+        settings = apart(tmp_path, longest=longest)
+        with Mesh.open(settings) as mesh, Trainer(settings, mesh) as trainer:
+            figures = [(figures_of(trainer.step(n)), trainer.evaluate()) for n in range(1, 4)]
+            return state_of(trainer), figures
+
+    state, figures = run()
+    assert not asked
+    with monkeypatch.context() as patch:
+        microbatches = Trainer._microbatches
+        patch.setattr(Trainer, "_microbatches", lambda self, batch, called: microbatches(self, batch, False))
+        patch.setattr(trainer_module, "documents_apart", nullcontext)
+        same, same_figures = run()
+    assert figures == same_figures and not differing(state, same)
+    assert set(asked) == ({True} if longest == 14 else {True, False})
 
 
 @pytest.mark.parametrize("policy", ["keep", "recompute"])

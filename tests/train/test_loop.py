@@ -202,10 +202,10 @@ def test_a_signal_after_the_last_step_leaves_out_its_validation(
 ) -> None:
     batches = Trainer._microbatches
 
-    def signalled(self: Trainer, batch: Any) -> Any:
+    def signalled(self: Trainer, batch: Any, called: bool) -> Any:
         if not self.model.training:
             signal.raise_signal(signal.SIGTERM)
-        return batches(self, batch)
+        return batches(self, batch, called)
 
     monkeypatch.setattr(Trainer, "_microbatches", signalled)
     config = tiny(train={"steps": 2, "eval_every": 2, "eval_batches": 2})

@@ -144,14 +144,14 @@ def run_with_long_validation(command: list[str]) -> int:
     """Each validation batch takes 0.1 s, and the second one after step 2 gets SIGTERM on the last process."""
     forward, begun = Trainer._microbatches, 0
 
-    def slow(self: Trainer, batch: Any) -> Any:
+    def slow(self: Trainer, batch: Any, called: bool) -> Any:
         nonlocal begun
         if not self.model.training:
             time.sleep(0.1)
             begun += 1
             if begun == 2 and self.mesh.rank == self.mesh.size - 1:
                 signal.raise_signal(signal.SIGTERM)
-        return forward(self, batch)
+        return forward(self, batch, called)
 
     Trainer._microbatches = slow  # type: ignore[method-assign]
     return main(command)

@@ -1,9 +1,10 @@
-"""Tells transformers which batches are not packed, where it would ask the device.
+"""Tells transformers which batches are packed, where it would ask the device.
 
-Input: a transformers model. Output: the same model, which in a forward without `position_ids` counts them up itself, so no
-sequence begins inside a row. transformers looks for one in them all the same, whenever there is neither a mask nor a cache, and
-the host waits for all that the device has to do. In a step of several microbatches that the host launches, the device then waits
-for the first layers of each: six GLM-4.5-like layers in four microbatches of 2 x 6656 tokens took 249 ms (one H200), and now 195.
+Input: a transformers model. Output: the same model. In a forward without `position_ids` it counts them up itself, so no sequence
+begins inside a row (`install_packing`); where the caller knows that one does, it says so (`documents_apart`). transformers looks
+in the positions in both cases, whenever there is neither a mask nor a cache, and the host waits for all that the device has to
+do. In a step of several microbatches that the host launches, the device then waits for the first layers of each: six
+GLM-4.5-like layers in four microbatches of 2 x 6656 tokens took 249 ms on one H200, and take 195 now.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def install_packing(model: PreTrainedModel) -> Callable[[], None]:
         def run(self: Any, *args: Any, **kwargs: Any) -> Any:
             if kwargs.get("position_ids") is not None or any(a is not None for a in args[position : position + 1]):
                 return inner(*args, **kwargs)
-            with _unpacked():
+            with _answered(lambda _: None):
                 return inner(*args, **kwargs)
 
         return run
@@ -44,29 +45,44 @@ def install_packing(model: PreTrainedModel) -> Callable[[], None]:
 
 
 class _Answer:
-    """In place of `find_packed_sequence_indices` while some thread is in such a forward: there, no sequence begins inside."""
+    """In place of `find_packed_sequence_indices` while some thread has an answer of its own: by thread, what finds it."""
 
     def __init__(self, asked: Callable[[Tensor], Tensor | None]):
         self.asked = asked
-        self.threads: set[int] = set()
+        self.by_thread: dict[int, Callable[[Tensor], Tensor | None]] = {}
 
     def __call__(self, position_ids: Tensor) -> Tensor | None:
-        return None if get_ident() in self.threads else self.asked(position_ids)
+        return self.by_thread.get(get_ident(), self.asked)(position_ids)
 
 
 @contextmanager
-def _unpacked() -> Iterator[None]:
+def documents_apart() -> Iterator[None]:
+    """Within, forwards that this thread calls with positions have masks that tell documents apart, even if no document begins
+    inside a row: transformers leaves them out then, and asks the device for that."""
+    with _answered(_documents_of):
+        yield
+
+
+def _documents_of(positions: Tensor) -> Tensor:
+    """The number, within its row, of each token's document; both are [B, S] int64."""
+    return (positions.diff(prepend=positions[:, :1] - 1) != 1).cumsum(-1)
+
+
+@contextmanager
+def _answered(find: Callable[[Tensor], Tensor | None]) -> Iterator[None]:
     own, answer = get_ident(), masking_utils.find_packed_sequence_indices
     if not isinstance(answer, _Answer):
         # Another thread may do the same now: then one of the two asks the device.
         answer = _Answer(answer)
         masking_utils.find_packed_sequence_indices = answer  # type: ignore[assignment]
-    again = own in answer.threads
-    answer.threads.add(own)
+    outside = answer.by_thread.get(own)
+    answer.by_thread[own] = find
     try:
         yield
     finally:
-        if not again:
-            answer.threads.discard(own)
-        if not answer.threads and masking_utils.find_packed_sequence_indices is answer:
+        if outside is None:
+            del answer.by_thread[own]
+        else:
+            answer.by_thread[own] = outside
+        if not answer.by_thread and masking_utils.find_packed_sequence_indices is answer:
             masking_utils.find_packed_sequence_indices = answer.asked  # type: ignore[assignment]

@@ -12,14 +12,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
-from transformers import masking_utils
 
 from forebay.models.families import all_layers, final_norm
+from forebay.models.packing import documents_apart
 
 
 class LayerArguments:
@@ -108,11 +107,9 @@ class LayerArguments:
         self._base.layers = nn.ModuleList(StandIn(layer, note) for layer in all_layers(self._model))
         if positions is not None:
             setattr(self._base, self._norm, nn.Identity())  # its weight is sharded between steps
-        # transformers leaves out the mask of a batch in which no document begins, and asks the device for that. Replays of a
-        # graph need the same tensors in every step.
-        always = patch.object(masking_utils, "find_packed_sequence_indices", _documents_of)
+        # Replays of a graph need the same tensors in every step.
         try:
-            with torch.no_grad(), nullcontext() if positions is None else always:
+            with torch.no_grad(), nullcontext() if positions is None else documents_apart():
                 self._base(inputs_embeds=x, position_ids=positions, use_cache=False)
         finally:
             self._base.layers = layers
@@ -133,11 +130,6 @@ def _bias(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     if tensor.dtype != torch.bool or tensor.ndim != 4:
         return tensor
     return torch.zeros(tensor.shape, dtype=dtype, device=tensor.device).masked_fill_(~tensor, float("-inf"))
-
-
-def _documents_of(positions: Tensor) -> Tensor:
-    """The number, within its row, of each token's document, [B, S]."""
-    return (positions.diff(prepend=positions[:, :1] - 1) != 1).cumsum(-1)
 
 
 class StandIn(nn.Module):

@@ -24,6 +24,7 @@ from forebay.config import Config, Schedule, check_experts, why_called
 from forebay.errors import NotFinite, RunError, UsageError
 from forebay.managed import Managed, manage
 from forebay.models.families import moe_blocks
+from forebay.models.packing import documents_apart
 from forebay.models.router import RouterStats
 from forebay.moe.dispatch import TokenDispatcher
 from forebay.pipeline.partition import Partition, partition_of
@@ -413,7 +414,7 @@ class Trainer:
     def forward(self) -> Tensor:
         """The loss of the first microbatch, with its autograd graph: for a profile of saved tensors."""
         self._ready_for_the_whole_model()
-        microbatch = self._microbatches(self._batches(0))[0]
+        microbatch = self._microbatches(self._batches(0), called=True)[0]
         return self._loss(microbatch, microbatch[1].numel(), 1)[0]
 
     def evaluate(self, before_batch: Callable[[], None] = lambda: None) -> float:
@@ -439,7 +440,7 @@ class Trainer:
                 for number in range(self.config.train.eval_batches):
                     before_batch()
                     batch = self._held_out(number)
-                    microbatches: Any = self._microbatches(batch)
+                    microbatches: Any = self._microbatches(batch, called=self.pipeline is None)
                     if self.pipeline is not None:
                         total += float(self.pipeline.evaluate(microbatches))
                     else:
@@ -488,8 +489,11 @@ class Trainer:
         """Sum of the cross entropies of [B, S] shifted targets, divided by `count`."""
         ids, labels, *positions = microbatch
         # With a KV cache, which transformers makes in evaluation, the model ignores where positions restart.
-        apart = {"position_ids": positions[0], "use_cache": False} if positions else {}
-        output = self._model(input_ids=ids, labels=labels, shift_labels=labels, num_items_in_batch=count, **apart)
+        apart: dict[str, Any] = {"use_cache": False} if self.config.data.packing == "documents" else {}
+        if positions:
+            apart["position_ids"] = positions[0]
+        with documents_apart() if positions else nullcontext():
+            output = self._model(input_ids=ids, labels=labels, shift_labels=labels, num_items_in_batch=count, **apart)
         return output.loss
 
     def _read(self, number: int) -> tuple[Batch, list[Microbatch]]:
@@ -498,7 +502,7 @@ class Trainer:
         if ahead is not None and ahead[0] == number:
             return ahead[1]
         batch = self._batches(number - 1)
-        return batch, self._microbatches(batch)
+        return batch, self._microbatches(batch, called=self.engine is None)
 
     def _read_ahead(self, number: int) -> None:
         """Read the batch of step `number` while a GPU computes the one before. Read after it, 16 windows of 1280 tokens kept an
@@ -508,12 +512,22 @@ class Trainer:
             with suppress(Exception):
                 self._ahead = number, self._read(number)
 
-    def _microbatches(self, batch: Batch) -> list[Microbatch]:
+    def _microbatches(self, batch: Batch, called: bool) -> list[Microbatch]:
+        """The microbatches of a batch, on the device.
+
+        Args:
+            called: the whole model is called with each. Then one in which no document begins inside a row has no positions, and
+                needs no mask that tells documents apart.
+        """
         size = self.config.microbatch(self.mesh.batch.size)
         # Page-locked: a copy from other memory waits for all that the device has to do, and the host with it.
         on_host = [t.pin_memory() if self.device.type == "cuda" else t for t in batch if t is not None]
         parts = [t.to(self.device, non_blocking=True).split(size) for t in on_host]
-        return list(zip(*parts, strict=True))
+        found: list[Microbatch] = list(zip(*parts, strict=True))
+        if batch.positions is None or not called:
+            return found
+        restart = [bool((own[:, 1:] == 0).any()) for own in batch.positions.split(size)]
+        return [tokens if apart else tokens[:2] for tokens, apart in zip(found, restart, strict=True)]
 
 
 def _check_same(what: str, own: Callable[[], tuple[str, str]], mesh: Mesh) -> None:

@@ -289,8 +289,10 @@ def manage(
         if compile:
             for inner in inner_models:
                 undo.callback(_compile_final_norm(inner))
-        sealed = sealed_in_sublayers(model, sublayers, dispatcher) if compile else {}
-        if compile and not sublayers:
+        sealed: Mapping[str, str] = {}
+        if compile and sublayers:
+            sealed = sealed_in_sublayers(model, sublayers, dispatcher)
+        elif compile:
             sealed, uncompile = install_whole_layers(model)
             undo.callback(uncompile)
         refuse_untraceable(model, sealed)

@@ -147,7 +147,7 @@ def test_what_is_inside_is_no_region() -> None:
     assert "forward" not in vars(model.model.layers[0])
 
 
-def test_detach_gives_the_forwards_back(cohere: Any) -> None:
+def test_detach_gives_the_forwards_back() -> None:
     model, ids = build("deepseek_v4"), token_ids()
     expected = loss_and_gradients(model, ids, use_cache=False)
     managed(model).detach()

@@ -51,9 +51,15 @@ def group_scale(largest):
 
 
 @triton.jit
+def _one_over(scale):
+    """1 / the scales, in fp32, of their bytes as int32."""
+    return ((254 - scale) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
 def to_e4m3(x, scale, NATIVE: tl.constexpr):
     """The bytes, as int32, of fp32 numbers x divided by their scales (bytes as int32, of x's shape)."""
-    x = x * ((254 - scale) << 23).to(tl.float32, bitcast=True)
+    x = x * _one_over(scale)
     if NATIVE:
         # The instruction makes 448 of an infinity, 0x7F of a NaN.
         return x.to(tl.float8e4nv).to(tl.uint8, bitcast=True).to(tl.int32)
@@ -75,7 +81,7 @@ def pair_to_e4m3(low, high, scale, NATIVE: tl.constexpr):
     if NATIVE:
         # Trap: two conversions whose bytes are put together. ptxas of CUDA 12.8 (Triton 3.6) makes one instruction of them for
         # sm_90, reads one of the two numbers again, and finds the stack pointer there. This instruction converts both.
-        factor = ((254 - scale) << 23).to(tl.float32, bitcast=True)
+        factor = _one_over(scale)
         return tl.inline_asm_elementwise(
             "cvt.rn.satfinite.e4m3x2.f32 $0, $2, $1;", "=h,f,f", [low * factor, high * factor],
             dtype=tl.int16, is_pure=True, pack=1,

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import inspect
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -390,11 +390,14 @@ class SublayerForward:
                     stacklevel=2,
                 )
             return True
-        from transformers.utils.output_capturing import _active_collector
+        return bool(kwargs.get("output_attentions")) or "attentions" in collected_outputs()
 
-        # Outputs that the transformers model that is running now was asked to collect.
-        collected = _active_collector.get() or {}
-        return bool(kwargs.get("output_attentions")) or "attentions" in collected
+
+def collected_outputs() -> Collection[str]:
+    """Names of the outputs of modules inside that the transformers model that is running now was asked to collect."""
+    from transformers.utils.output_capturing import _active_collector
+
+    return _active_collector.get() or ()
 
 
 def _refuse_hooks(what: str, module: nn.Module, forward_hooks_too: bool) -> None:

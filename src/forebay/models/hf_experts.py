@@ -41,8 +41,9 @@ class Gate(NamedTuple):
     limit: float = 0.0
 
 
-# Of classes with an `_apply_gate` of their own: the kind, the attributes that have limit and alpha, whether gate and up of a row
-# are pairs, and the classes' names. By name: the attributes prove nothing, as families use `limit` with several formulas.
+# The formulas of classes that have an `_apply_gate` of their own. An entry: the kind; the attribute that holds the limit; the one
+# that holds alpha; whether gate and up are interleaved; the names of the classes. Classes are known by name, because attributes
+# prove nothing: families use `limit` with several formulas.
 _GATES = (
     ("clamped_swiglu", "limit", "alpha", True, ("GptOssExperts",)),
     ("clamped_swiglu", "swiglu_limit", "swiglu_alpha", False, ("MiniMaxM3VLExperts",)),

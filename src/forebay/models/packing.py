@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from threading import get_ident
 from typing import Any
 
@@ -30,11 +30,10 @@ def install_packing(model: PreTrainedModel) -> Callable[[], None]:
     holds = any(isinstance(part, PreTrainedModel) for part in model.modules() if part is not model)
     if holds or "position_ids" not in names:
         return lambda: None
-    position = names.index("position_ids")
 
     def around(inner: InnerForward) -> ForwardFn:
         def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-            if kwargs.get("position_ids") is not None or any(a is not None for a in args[position : position + 1]):
+            if {**dict(zip(names, args, strict=False)), **kwargs}.get("position_ids") is not None:
                 return inner(*args, **kwargs)
             with _answered(lambda _: None):
                 return inner(*args, **kwargs)
@@ -55,12 +54,10 @@ class _Answer:
         return self.by_thread.get(get_ident(), self.asked)(position_ids)
 
 
-@contextmanager
-def documents_apart() -> Iterator[None]:
+def documents_apart() -> AbstractContextManager[None]:
     """Within, forwards that this thread calls with positions have masks that tell documents apart, even if no document begins
     inside a row: transformers leaves them out then, and asks the device for that."""
-    with _answered(_documents_of):
-        yield
+    return _answered(_documents_of)
 
 
 def _documents_of(positions: Tensor) -> Tensor:

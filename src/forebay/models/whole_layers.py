@@ -17,6 +17,7 @@ from torch import nn
 
 from forebay.memory.kv_cache import is_given_a_cache
 from forebay.memory.overrides import ForwardFn, InnerForward, install
+from forebay.models.blocks import collected_outputs
 from forebay.models.compile import check_compiler, compile_sublayer
 from forebay.models.families import whole_layers
 from forebay.models.structure import own_function
@@ -63,17 +64,10 @@ def _compiled_around(layer: nn.Module, compiled: Callable[..., Any]) -> Callable
     def around(inner: InnerForward) -> ForwardFn:
         def run(self: Any, *args: Any, **kwargs: Any) -> Any:
             checkpointed = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
-            if checkpointed or is_given_a_cache(kwargs) or _collects():
+            if checkpointed or is_given_a_cache(kwargs) or collected_outputs():
                 return inner(*args, **kwargs)
             return compiled(self, forward, *args, **{k: v for k, v in kwargs.items() if k not in dropped})
 
         return run
 
     return around
-
-
-def _collects() -> bool:
-    """Whether the transformers model that is running now was asked for outputs of modules inside."""
-    from transformers.utils.output_capturing import _active_collector
-
-    return bool(_active_collector.get())

@@ -13,7 +13,7 @@ Two of three runs of one GPU, of EP 2 and of FSDP2 are as a user starts them: th
 path chooses, in plan and run alike. Such draws with EP are repeated until it chooses a graph, which it does for few.
 The others have a value for each of these keys, and their steps are launched by the host. `--gpus 4` draws runs on
 four GPUs: FSDP2, EP 2 and PP 2 by turns, whose groups and stages share weights. `--mesh` draws runs of one mesh
-only (`one`: one GPU), `--device h100` ones that an H100 holds. Runs and figures are those of
+only (`one`: one GPU), `--device h100` ones that an H100 holds, `--family` ones of these families. Runs and figures are those of
 `benchmarks/planner_measure.py`; each run has processes of its own.
 """
 
@@ -46,6 +46,7 @@ from forebay.estimate.trace_cache import TraceCache
 from forebay.policy import RECOMPUTE_MODES, PolicyError
 from forebay.train.hf_io import TESTED as FAMILIES
 
+SPARSE = ("deepseek_v4", "glm_moe_dsa")  # drawn with `--family`: choose the positions that they attend to
 SEVERAL = ("FSDP", "EP", "PP")  # by turns, of `--gpus 4`
 MESHES = ("", "", "EP", "", "", "FSDP", "", "", "EP", "", "", "PP")  # by turns; "" is one GPU
 USUAL = (True, True, False)  # by turns of a mesh in `USUALLY`: whether the keys of the fast path stay "auto"
@@ -76,6 +77,7 @@ class Ranges:
     microbatch: tuple[int, ...] = (1, 1, 2, 2, 3, 4, 6, 8)
     compiles: float = 0.4
     dispatch: tuple[str, ...] = ("auto", "symmetric", "symmetric", "nccl")
+    families: tuple[str, ...] = FAMILIES
 
 
 GPU = Ranges()
@@ -141,14 +143,14 @@ class Draw:
 
     def entry(self, number: int) -> Entry:
         rng = self._rng
-        family = rng.choice(FAMILIES)
+        family = rng.choice(self._ranges.families)
         layers = self._size(self._ranges.layers)
         compiles = rng.random() < self._ranges.compiles
         parallel = self._parallel()
         memory = {**self._memory(layers, parallel, compiles), "compile": compiles}
         engine = "pp" in parallel or parallel.get("overlap") is True
         if self.usual:
-            memory["graph"] = AUTO
+            memory["graph"] = rng.choice((AUTO, True)) if family in SPARSE else AUTO
         elif "pp" in parallel and not parallel["reshard"] and rng.random() < 0.5:
             memory["graph"] = True
         sections = {
@@ -179,18 +181,43 @@ class Draw:
             "num_hidden_layers": layers,
             "vocab_size": self._width(ranges.vocabulary),
             "max_position_embeddings": POSITIONS,
-            **self._attention(family, hidden),
+            **self._attention(family, hidden, layers),
             **self._experts(family, layers),
         }
         dtypes = rng.choice(({"dtype": "bfloat16"}, {"dtype": "float32", "compute": "bfloat16"}))
-        # sdpa has no attention sinks.
-        attention = "eager" if family == "gpt_oss" or rng.random() < 0.1 else "sdpa"
+        # sdpa has no attention sinks, which DeepSeek-V4 has as well.
+        attention = "eager" if family in ("gpt_oss", "deepseek_v4") or rng.random() < 0.1 else "sdpa"
         loss = "transformers" if plain and rng.random() < 0.15 else "fused"
         experts = "transformers" if plain and rng.random() < 0.1 else "forebay"
         return {"family": family, "config": config, "attention": attention, "loss": loss, "experts": experts, **dtypes}
 
-    def _attention(self, family: str, hidden: int) -> dict[str, Any]:
+    def _attention(self, family: str, hidden: int, layers: int) -> dict[str, Any]:
         rng = self._rng
+        if family == "deepseek_v4":
+            groups = rng.choice((2, 4))
+            return {
+                "num_attention_heads": groups * rng.choice((2, 4, 8)),
+                "num_key_value_heads": 1,
+                "head_dim": rng.choice((64, 128)),
+                "q_lora_rank": self._width((256, 1024)),
+                "o_groups": groups,
+                "o_lora_rank": self._width((128, 512)),
+                "sliding_window": rng.choice((128, 256)),
+                **self._indexer(),
+            }
+        if family == "glm_moe_dsa":
+            heads = 4 * rng.randint(1, 8)
+            found = {
+                "num_attention_heads": heads,
+                "num_key_value_heads": heads,
+                "q_lora_rank": self._width((256, 1536)),
+                "kv_lora_rank": self._width((256, 512)),
+                "qk_nope_head_dim": rng.choice((64, 128)),
+                "qk_rope_head_dim": rng.choice((32, 64)),
+                "v_head_dim": rng.choice((64, 128)),
+                **self._indexer(),
+            }
+            return found | {"indexer_types": ["full", *(rng.choice(("full", "shared")) for _ in range(layers - 1))]}
         if family in ("deepseek_v2", "deepseek_v3"):
             # transformers wants them to divide the hidden size of V2, though nothing depends on that.
             heads = rng.choice([n for n in range(4, 33) if family == "deepseek_v3" or hidden % n == 0])
@@ -220,6 +247,10 @@ class Draw:
             found |= {"use_qk_norm": rng.random() < 0.5, "attention_bias": rng.random() < 0.5}
         return found
 
+    def _indexer(self) -> dict[str, Any]:
+        rng = self._rng
+        return {"index_n_heads": rng.choice((4, 8)), "index_head_dim": 128, "index_topk": rng.choice((256, 512, 1024))}
+
     def _experts(self, family: str, layers: int) -> dict[str, Any]:
         rng, ranges = self._rng, self._ranges
         experts = rng.choice(ranges.experts)
@@ -229,6 +260,9 @@ class Draw:
             return {"num_local_experts": experts, "num_experts_per_tok": chosen, "intermediate_size": width}
         if family == "olmoe":
             return {"num_experts": experts, "num_experts_per_tok": chosen, "intermediate_size": width}
+        if family == "deepseek_v4":  # `tid2eid` of its other routers is zeros without a checkpoint
+            routers = {"mlp_layer_types": ["moe"] * layers, "moe_intermediate_size": width}
+            return {"n_routed_experts": experts, "num_experts_per_tok": chosen, **routers}
         dense = {"intermediate_size": self._width(ranges.dense)}
         if family == "qwen3_moe":
             found = {"num_experts": experts, "num_experts_per_tok": chosen, "moe_intermediate_size": width}
@@ -585,6 +619,9 @@ def main() -> None:
     drawing.add_argument("--mesh", choices=("one", "EP", "FSDP", "PP"), help="of all runs; one: one GPU")
     drawing.add_argument("--gpus", type=int, choices=(2, 4), default=2, help="of a mesh; 4: of all runs")
     drawing.add_argument("--device", choices=LIMITS, default=DEFAULT, help="profile and memory of the GPU")
+    drawing.add_argument(
+        "--family", choices=(*FAMILIES, *SPARSE), action="append", help="of all runs; several may be given"
+    )
     drawing.add_argument("--tiny", action="store_true", help="small models that a CPU runs")
     running = commands.add_parser("run")
     running.add_argument("--jobs", type=int, default=torch.cuda.device_count(), help="GPUs")
@@ -599,6 +636,7 @@ def main() -> None:
         case "draw":
             gc.disable()  # a fifth of a plan's time
             ranges, limits = (TINY, Limits(least=0)) if options.tiny else (GPU, LIMITS[options.device])
+            ranges = replace(ranges, families=tuple(options.family or FAMILIES))
             every = MESHES if options.gpus == 2 else SEVERAL
             meshes = {None: every, "one": ("",)}.get(options.mesh, (options.mesh,))
             runs, vain = draw(options.seed, options.count, ranges, limits, meshes, options.gpus)

@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,6 +38,7 @@ from forebay.models.families import (
     has_decoder_layers,
     innermost,
     moe_blocks,
+    stream_head,
 )
 from forebay.models.fused_loss import install_fused_loss
 from forebay.models.hf_experts import (
@@ -479,16 +481,22 @@ def _run_sinks_on_flex(model: nn.Module, sublayers: Sublayers, fallbacks: list[s
 
 
 def _compile_final_norm(model: nn.Module) -> Callable[[], None]:
-    """Compile the norm before the head: it then saves its input and one number a row instead of fp32 copies."""
+    """Compile the norm before the head, and what sums residual streams before it: the norm then saves its input and one number a
+    row instead of fp32 copies."""
     base = getattr(model, getattr(model, "base_model_prefix", ""), None)
     try:
-        norm = getattr(base, final_norm(base)) if isinstance(base, nn.Module) else None
+        names = (final_norm(base), stream_head(base)) if isinstance(base, nn.Module) else ()
     except ValueError:  # a base model of another build
-        norm = None
-    if norm is None or is_patched(norm) or is_managed(norm):
-        return lambda: None
-    compiled = compile_sublayer(type(norm).forward)
-    return install(norm, lambda _: compiled, traceable=True)
+        names = ()
+    undo = ExitStack()
+    for module in (getattr(base, name) for name in names if name is not None):
+        if not is_patched(module) and not is_managed(module):
+            undo.callback(install(module, partial(_instead, compile_sublayer(type(module).forward)), traceable=True))
+    return undo.close
+
+
+def _instead(forward: ForwardFn, _: InnerForward) -> ForwardFn:
+    return forward
 
 
 def _install_pages(

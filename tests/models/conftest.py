@@ -88,11 +88,28 @@ _VISION = {
     "patch_size": 4,
 }
 _SECTIONS = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
+_SPARSE = {**_LATENT, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 8}
+_STREAMS = {"mlp_layer_types": ["dense", "sparse"], "swiglu_limit": 1.0}
 MORE_FAMILIES: dict[str, tuple[str, dict]] = {
     "afmoe": ("AfmoeConfig", {**_FEW, "num_dense_layers": 1}),
     "axk1": ("AXK1Config", _LATENT),
     "axk2": ("AXK2Config", _LATENT),
-    "deepseek_v32": ("DeepseekV32Config", {**_LATENT, "index_n_heads": 2, "index_head_dim": 16, "index_topk": 8}),
+    "deepseek_v32": ("DeepseekV32Config", _SPARSE),
+    "deepseek_v4": (
+        "DeepseekV4Config",
+        {
+            **_SHARED,
+            "num_key_value_heads": 1,
+            "head_dim": HEAD,
+            "q_lora_rank": 24,
+            "o_groups": 2,
+            "o_lora_rank": 16,
+            "mlp_layer_types": ["hash_moe", "moe"],
+            "swiglu_limit": 1.0,
+            "hc_sinkhorn_iters": 2,
+            "initializer_range": 0.1,
+        },
+    ),
     "dots1": ("Dots1Config", {**_SHARED, "head_dim": HEAD}),
     "ernie4_5_moe": (
         "Ernie4_5_MoeConfig",
@@ -101,6 +118,23 @@ MORE_FAMILIES: dict[str, tuple[str, dict]] = {
     "exaone_moe": ("ExaoneMoeConfig", {**_FEW, "num_shared_experts": 1}),
     "flex_olmo": ("FlexOlmoConfig", {**_FEW, "num_key_value_heads": HEADS}),
     "glm4_moe_lite": ("Glm4MoeLiteConfig", _LATENT),
+    "glm5_next": (
+        "Glm5NextConfig",
+        {
+            "text_config": {
+                **_SPARSE,
+                **_STREAMS,
+                "qk_rope_head_dim": 0,
+                "index_kpool": 4,
+                "linear_head_dim": 8,
+                "linear_num_heads": 2,
+                "hc_sinkhorn_iters": 2,
+                "layer_types": ["linear_attention", "deepseek_sparse_attention"],
+            },
+            "vision_config": {**_VISION, "image_size": 16, "projection_intermediate_size": 16},
+        },
+    ),
+    "glm_moe_dsa": ("GlmMoeDsaConfig", {**_SPARSE, "indexer_types": ["full", "shared"]}),
     "glm4v_moe": (
         "Glm4vMoeConfig",
         {
@@ -124,6 +158,7 @@ MORE_FAMILIES: dict[str, tuple[str, dict]] = {
     "granitemoeshared": ("GraniteMoeSharedConfig", {**_GRANITE, "shared_intermediate_size": 32}),
     "hunyuan_v1_moe": ("HunYuanMoEV1Config", {**_COMMON, "head_dim": HEAD, "num_experts": 8, "moe_topk": 2}),
     "hy_v3": ("HYV3Config", {**_FEW, "head_dim": HEAD}),
+    "hy_v4": ("HYV4Config", {**_SPARSE, **_STREAMS, "indexer_types": ["full", "shared"]}),
     "jamba": (
         "JambaConfig",
         {
@@ -175,13 +210,16 @@ MORE_FAMILIES: dict[str, tuple[str, dict]] = {
 NOT_JUST_ADDED = (
     "afmoe",
     "axk1",
+    "deepseek_v4",
     "ernie4_5_moe",
     "flex_olmo",
+    "glm5_next",
     "granitemoe",
     "granitemoe_swa",
     "granitemoehybrid",
     "granitemoeshared",
     "hy_v3",
+    "hy_v4",
     "laguna",
     "minimax",
     "minimax_m3_vl",
@@ -205,7 +243,11 @@ def build_tiny(family: str, dtype: torch.dtype = torch.float32, **fields: object
     kind = (
         transformers.AutoModelForImageTextToText if "vision_config" in defaults else transformers.AutoModelForCausalLM
     )
-    return kind.from_config(config, dtype=dtype).train()
+    model = kind.from_config(config, dtype=dtype).train()
+    for name, table in model.named_buffers():
+        if name.endswith(".tid2eid"):  # DeepSeek-V4's experts of each token, which are all 0 without a checkpoint
+            table.copy_(torch.rand(len(table), EXPERTS).topk(table.shape[1]).indices)
+    return model
 
 
 @pytest.fixture

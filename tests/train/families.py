@@ -4,7 +4,7 @@ from typing import Any
 
 from tests.models.conftest import CAUSAL_LMS, MORE_FAMILIES, NOT_JUST_ADDED, build_tiny
 
-_VISION = {"glm4v_moe", "qwen3_vl_moe"}  # no causal language models
+_VISION = {"glm4v_moe", "glm5_next", "qwen3_vl_moe"}  # no causal language models
 _LOGITS_ONLY = {"jamba"}  # its router returns no ids
 _ALL = {name: table for name, table in {**CAUSAL_LMS, **MORE_FAMILIES}.items() if name not in _VISION | _LOGITS_ONLY}
 

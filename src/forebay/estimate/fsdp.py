@@ -88,8 +88,8 @@ def param_groups(
     """The groups in the order in which FSDP2 finds its modules: what no other group has, embedding, layers, head."""
     s = sharing
     first = [(w, "embedding") for w in weights.embedding] if embedding else []
-    norm = [(w, "") for w in weights.head if len(w.shape) < 2] if head else []
-    last = [(w, "head") for w in weights.head if len(w.shape) > 1] if head else []
+    norm = [(w, "") for w in weights.head if not w.name.startswith("lm_head.")] if head else []
+    last = [(w, "head") for w in weights.head if w.name.startswith("lm_head.")] if head else []
     if s.pp > 1 and not weights.tied:
         found = [_group(-1, norm, s), _group(-1, first, s)]
     else:

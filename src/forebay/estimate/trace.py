@@ -48,7 +48,7 @@ from forebay.estimate.types import (
 )
 from forebay.memory.overrides import ModuleCallSite
 from forebay.models.blocks import SublayerCallSite, install_sublayers
-from forebay.models.families import decoder_layers, final_norm, moe_blocks
+from forebay.models.families import decoder_layers, final_norm, moe_blocks, stream_head
 from forebay.models.fused_loss import head_loss, install_fused_loss
 from forebay.models.hf_experts import cut_experts, register, round_saved_rows
 from forebay.models.router import balance_loss
@@ -76,14 +76,15 @@ def trace_model(model: Any, shape: Shape, like: ModelTrace | None = None) -> Mod
     kinds = [_kind(layer, *both) for layer, both in zip(layers, names, strict=True)]
     numbers = sorted({kinds.index(kind) for kind in kinds})
     routers = len(moe_blocks(model))
-    model = _with_layers(model, numbers)
+    handed: list[Any] = []
+    model = _with_layers(model, numbers, handed)
     model.config.use_cache = False
     with torch.enable_grad(), FakeTensorMode(), GpuFunctions(shape.compiled) if shape.gpu else nullcontext():
         make_fake(model)
         if shape.flex:
             fuse_sinks(model)
         known = {} if like is None else _without_experts(like, numbers, model)
-        run = TraceRun(model.train(), shape, known, routers)
+        run = TraceRun(model.train(), shape, known, routers, handed)
         run.forward()
         run.backward()
     by_kind = {}
@@ -142,14 +143,16 @@ def _named(path: str) -> Iterator[None]:
         raise ValueError(f"{path!r} does not run on tensors without a device and values ({why})") from error
 
 
-def _with_layers(model: Any, numbers: list[int]) -> Any:
-    """A copy, because a trace uses its model up, in which stand-ins pass on what the other layers get."""
+def _with_layers(model: Any, numbers: list[int], handed: list[Any]) -> Any:
+    """A copy, because a trace uses its model up, in which stand-ins pass on what the other layers get, and then `handed`."""
     base = model.get_submodule(model.base_model_prefix)
     every, base.layers = base.layers, nn.ModuleList(base.layers[n] for n in numbers)
     model, base.layers = copy.deepcopy(model), every
     base = model.get_submodule(model.base_model_prefix)
     here = dict(zip(numbers, base.layers, strict=True))
-    base.layers = nn.ModuleList(here[n] if n in here else StandIn(layer) for n, layer in enumerate(every))
+    base.layers = nn.ModuleList(
+        here[n] if n in here else StandIn(layer, passed=handed) for n, layer in enumerate(every)
+    )
     return model
 
 
@@ -157,7 +160,8 @@ def _kind(layer: Any, mixer: str, block: str) -> tuple[Any, ...]:
     """Equal for layers of which one stands for all."""
     attention, mlp = getattr(layer, mixer), getattr(layer, block)
     shapes = tuple((name, tuple(p.shape), p.dtype) for half in (attention, mlp) for name, p in half.named_parameters())
-    return type(layer), mixer, block, type(attention), type(mlp), getattr(attention, "sliding_window", None), shapes
+    types = tuple(type(m) for m in layer.modules())
+    return types, mixer, block, getattr(attention, "sliding_window", None), shapes
 
 
 @dataclass
@@ -195,14 +199,15 @@ class TraceRun:
     Args:
         known: parts that need not run, by module path or "head".
         routers: of the whole model, of which `model` has some layers.
+        handed: filled with what the layer that ran last returned after its hidden states.
 
     Attributes:
         parts: by module path, "embedding", "head" or "balance".
         tables, balance: see `ModelTrace`.
     """
 
-    def __init__(self, model: Any, shape: Shape, known: Mapping[str, PartTrace], routers: int):
-        self.model, self.shape = model, shape
+    def __init__(self, model: Any, shape: Shape, known: Mapping[str, PartTrace], routers: int, handed: list[Any]):
+        self.model, self.shape, self._handed = model, shape, handed
         self.base = model.get_submodule(model.base_model_prefix)
         self._routers = routers
         self.parts: dict[str, PartTrace] = dict(known)
@@ -244,8 +249,8 @@ class TraceRun:
                 )
         self._sublayers = install_sublayers(model, dispatcher=self._dispatcher)
         for layer in self._sublayers.layers:
-            layer.attention.wrap(partial(self._traced_sublayer, layer.attention, False))
-            layer.mlp.wrap(partial(self._traced_sublayer, layer.mlp, True))
+            layer.attention.wrap(partial(self._traced_sublayer, layer.attention, len(layer.passed)))
+            layer.mlp.wrap(partial(self._traced_sublayer, layer.mlp, None))
         for tensor in (*model.parameters(), *model.buffers()):
             self._know(tensor)
             self._recorder.ignore(tensor)
@@ -260,6 +265,7 @@ class TraceRun:
         with self._recorder:
             self._share(ids)
             self._share(labels)
+            self._ids = ids
             x = self._part("embedding", None, lambda: self.base.embed_tokens(ids))
             self._last, self._embedded = x, len(self._recorder.log)
             with _masks_by_sizes():
@@ -311,14 +317,23 @@ class TraceRun:
         reference = StorageWeakRef(tensor.untyped_storage())
         self._known[reference.cdata] = reference
 
-    def _traced_sublayer(self, site: SublayerCallSite, mlp: bool, call: Callable[..., Any]) -> Callable[..., Any]:
-        """A sublayer as a graph of its own, cut off from what is before and after it."""
+    def _traced_sublayer(
+        self, site: SublayerCallSite, passes: int | None, call: Callable[..., Any]
+    ) -> Callable[..., Any]:
+        """A sublayer as a graph of its own, cut off from what is before and after it.
+
+        Args:
+            passes: how many values attention returns for the next layer; None for the other sublayer.
+        """
 
         def sublayer(x: Tensor, **keywords: Any) -> Any:
             found: list[Any] = []
             if site.path in self.parts:
                 self._last = torch.empty_like(x)
-                return (self._last, None, None) if mlp else self._last
+                absent = [None] * (2 if passes is None else passes)
+                return (self._last, *absent) if absent else self._last
+            if "input_ids" in keywords:
+                keywords["input_ids"] = self._ids  # the base model was given embedded tokens
             if "attention_mask" in keywords and self.shape.flex:
                 keywords["attention_mask"] = None
             if self._before_layers is None:
@@ -339,14 +354,17 @@ class TraceRun:
             found.clear()  # the part alone owns the graph
             if site.light_recompute is not None:
                 if not self.shape.checkpointed_experts:
-                    part.light = partial(self._run_light, site, call, x.detach())
+                    part.light = partial(self._run_light, site, partial(call, **keywords), x.detach())
                 self._size_rows(part, site)
             self._last = out
             if not isinstance(result, tuple):
                 return out
-            if result[1] is not None:
+            others = [t.detach() if t is not None else None for t in result[1:]]
+            if passes is not None:
+                self._handed[:] = others
+            elif result[1] is not None:
                 self._routed.append((result[1].detach().requires_grad_(), result[2]))
-            return out, *(t.detach() if t is not None else None for t in result[1:])
+            return out, *others
 
         return sublayer
 
@@ -515,7 +533,8 @@ class TraceRun:
         part.trace = replace(part.trace, stash=(capacity, arrive))
 
     def _head(self, hidden: Tensor, labels: Tensor) -> Tensor:
-        hidden = getattr(self.base, final_norm(self.base))(hidden)
+        for name in (stream_head(self.base), final_norm(self.base)):
+            hidden = hidden if name is None else getattr(self.base, name)(hidden)
         log = self._recorder.log
         log.append(Mark.FINAL_NORM_END)
         self._norm = self._recorder.number(hidden), -1
@@ -525,7 +544,7 @@ class TraceRun:
             log.append(Mark.FINAL_NORM_BACKWARD)
             self._recorder.tally.fuse(True)
 
-        if self.shape.compiled and hidden.requires_grad:  # `manage` compiles the norm, and not the loss
+        if self.shape.compiled and hidden.requires_grad:  # `manage` compiles up to the norm, and not the loss
             hidden.register_hook(begins)
             self._recorder.tally.fuse(False)
         head = self.model.lm_head

@@ -13,8 +13,9 @@ removes everything.
 from __future__ import annotations
 
 import inspect
+import math
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -62,41 +63,47 @@ _NOT_FOR_ATTENTION = CACHE_ARGUMENTS | frozenset(
 MoeOutput = tuple[Tensor, Tensor | None, Tensor | None]
 
 
-def attention_sublayer(half: Callable[..., Tensor], layer: Any, x: Tensor, **kwargs: Any) -> Tensor:
-    """x + self_attn(input_layernorm(x)); x and the result are [B, S, H]. For `half` see `Halves.attention`."""
+def attention_sublayer(half: Callable[..., Any], layer: Any, x: Tensor, **kwargs: Any) -> Any:
+    """x + self_attn(input_layernorm(x)); x and the result are [B, S, H], or [B, S, N, H] with N residual streams. For `half`,
+    which may return more, see `Halves.attention`."""
     return half(layer, x, **kwargs)
 
 
-def dense_sublayer(half: Callable[..., Tensor], layer: Any, x: Tensor) -> MoeOutput:
+def dense_sublayer(half: Callable[..., Tensor], layer: Any, x: Tensor, **given: Any) -> MoeOutput:
     """x + mlp(post_attention_layernorm(x)); x is [B, S, H]. There are no router outputs. For `half` see `Halves.feed_forward`."""
-    return half(layer, x), None, None
+    return half(layer, x, **given), None, None
 
 
 def moe_sublayer(
-    half: Callable[..., MoeOutput], block: Callable[..., Any], layer: Any, x: Tensor, edge: GateUpEdge | None
+    half: Callable[..., MoeOutput],
+    block: Callable[..., Any],
+    layer: Any,
+    x: Tensor,
+    edge: GateUpEdge | None,
+    **given: Any,
 ) -> MoeOutput:
-    """x + experts(post_attention_layernorm(x)), shared experts included; x is [B, S, H].
+    """x + experts(post_attention_layernorm(x)), shared experts included; x is [B, S, H], or [B, S, N, H].
 
     The MoE block is spelled out instead of called, so that the router's outputs leave a compiled graph.
 
     Args:
-        half: see `Halves.moe`.
+        half, given: see `Halves.moe`.
         block: see `RoutedForward.block`.
         edge: see `with_edge`.
 
     Returns:
-        The sum [B, S, H], the router's logits [B * S, E] and its ids [B * S, K].
+        The sum like x, the router's logits [B * S, E] and its ids [B * S, K].
     """
-    return half(layer, x, block, run_experts if edge is None else partial(run_experts, edge=edge))
+    return half(layer, x, block, run_experts if edge is None else partial(run_experts, edge=edge), **given)
 
 
-def with_edge(sublayer: Callable[..., MoeOutput], name: str, layer: Any, x: Tensor) -> MoeOutput:
-    """`sublayer(layer, x)`, compiled, whose backward leaves the gradient of gate_up to a node of its own.
+def with_edge(sublayer: Callable[..., MoeOutput], name: str, layer: Any, x: Tensor, **given: Any) -> MoeOutput:
+    """`sublayer(layer, x, **given)`, compiled, whose backward leaves the gradient of gate_up to a node of its own.
 
     Args:
         name: of the layer's block.
     """
-    return sublayer(layer, x, edge_of(innermost(getattr(layer, name).experts), x[..., 0].numel()))
+    return sublayer(layer, x, edge_of(innermost(getattr(layer, name).experts), math.prod(x.shape[:2])), **given)
 
 
 def moe_front(half: Callable[..., Any], block: Callable[..., Any], layer: Any, x: Tensor) -> Front:
@@ -111,11 +118,17 @@ def moe_front(half: Callable[..., Any], block: Callable[..., Any], layer: Any, x
 
 
 def _plain_or_whole(
-    kind: type[nn.Module], name: str, sublayer: Callable[..., Any], whole: Callable[..., Any], layer: Any, x: Tensor
+    kind: type[nn.Module],
+    name: str,
+    sublayer: Callable[..., Any],
+    whole: Callable[..., Any],
+    layer: Any,
+    x: Tensor,
+    **given: Any,
 ) -> MoeOutput:
     """`sublayer(x)`; a call of the layer's block if it is no plain one of class `kind` any more, or all modules are hooked."""
     plain = _is_plain(getattr(layer, name), kind) and not _has_any_global_hook()
-    return sublayer(layer, x) if plain else whole(layer, x)
+    return sublayer(layer, x, **given) if plain else whole(layer, x, **given)
 
 
 def _is_plain(block: nn.Module, kind: type[nn.Module]) -> bool:
@@ -142,7 +155,7 @@ class SublayerCallSite:
         module: the decoder layer; all its parameters are weights of the sublayer.
         names: names in the layer of what the sublayer calls.
         call: the sublayer with all wrappers: `call(x, attention_mask=..., position_embeddings=..., ...) -> x2` for
-            attention, `call(x2) -> (x3, logits | None, ids | None)` for the MLP.
+            attention, or (x2, *passed); `call(x2, **given) -> (x3, logits | None, ids | None)` for the MLP; see `Halves`.
         calls: how often a wrapped sublayer was called; stages count one by one.
         light_recompute: see `light_recompute_of`; None for other sublayers.
         front, experts: stages 1 and 3 of a MoE sublayer in stages, for an engine that runs them by themselves, each with
@@ -269,34 +282,48 @@ class SublayerForward:
         self._original = inner
         return self._run
 
-    def _run(self, _: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+    def _run(self, _: nn.Module, *args: Any, **kwargs: Any) -> Any:
         kwargs.update(zip(self._names, args[1:], strict=False))
         hidden_states = args[0] if args else kwargs.pop("hidden_states")
         if self._wants_original(kwargs):
-            original: Tensor = self._original(hidden_states, **kwargs)
-            return original
+            return self._original(hidden_states, **kwargs)
         if _CHECKPOINTED_FORWARD and self._layer.gradient_checkpointing and self._layer.training:
-            checkpointed: Tensor = self._layer._gradient_checkpointing_func(
-                partial(self._both, **kwargs), hidden_states
-            )
-            return checkpointed
+            return self._layer._gradient_checkpointing_func(partial(self._both, **kwargs), hidden_states)
         return self._both(hidden_states, **kwargs)
 
-    def _both(self, hidden_states: Tensor, **kwargs: Any) -> Tensor:
-        x2 = self.attend(hidden_states, **kwargs)
+    def _both(self, hidden_states: Tensor, **kwargs: Any) -> Any:
+        attended = self.attend(hidden_states, **kwargs)
+        x2, *passed = attended if self.passed else (attended,)
         self.check_block()
-        x3, logits, ids = self.mlp.call(x2)
+        x3, logits, ids = self.mlp.call(x2, **self.given(kwargs))
         self.run_router_hooks(logits, ids)
-        return x3
+        return (x3, *passed) if self.passed else x3
 
-    def attend(self, hidden_states: Tensor, attention_mask: Any = None, **kwargs: Any) -> Tensor:
-        """The attention sublayer, [B, S, H] to [B, S, H], with the keywords that a model gives its layers."""
+    @property
+    def passed(self) -> tuple[str, ...]:
+        """What the layer returns after hidden states, for the next one, and its first sublayer after its own; see `Halves`."""
+        return self._parts.halves.passed
+
+    def given(self, keywords: Mapping[str, Any]) -> dict[str, Any]:
+        """What the second sublayer is given of the keywords that a model gives its layers."""
+        return self._parts.halves.arguments_of(keywords)
+
+    def attend(self, hidden_states: Tensor, attention_mask: Any = None, **kwargs: Any) -> Any:
+        """The attention sublayer, [B, S, H] to [B, S, H], with the keywords that a model gives its layers; see `passed`."""
         if self.attention.compiled:
             _refuse_hooks(self.attention.path, self.mixer, forward_hooks_too=True)
         if self.masks is not None:
             attention_mask = self.masks.of(attention_mask)
         others = {k: v for k, v in kwargs.items() if k not in _NOT_FOR_ATTENTION}
-        return self.attention.call(hidden_states, attention_mask=attention_mask, **others)
+        attended = self.attention.call(hidden_states, attention_mask=attention_mask, **others)
+        if self._parts.halves.keeps_dtype:
+            found = (attended[0] if self.passed else attended).dtype
+            if found != hidden_states.dtype:
+                raise RuntimeError(
+                    f"{self.attention.path!r} made {found} of hidden states in {hidden_states.dtype}, and the second half of a "
+                    f"{type(self._layer).__name__} would go on in that: run the model in one dtype"
+                )
+        return attended
 
     @property
     def routes_whole(self) -> bool:

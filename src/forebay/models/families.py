@@ -19,7 +19,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from forebay.memory.kv_cache import takes_a_cache
 from forebay.memory.overrides import is_managed, is_patched
-from forebay.models.structure import Halves, RoutedForward, halves_of, own_function, routing_of
+from forebay.models.structure import Halves, RoutedForward, called_before, halves_of, own_function, routing_of
 
 
 class UnknownLayerError(ValueError):
@@ -223,14 +223,19 @@ class _Known:
 
 
 def _layer_base(module: nn.Module) -> type[nn.Module] | None:
-    """The transformers class of a decoder layer: one that is given hidden states and a KV cache. None for other modules."""
+    """The transformers class of a decoder layer: one that is given hidden states and a KV cache, or a module of which is given
+    it. None for other modules."""
     if not isinstance(module, GradientCheckpointingLayer):
         return None
     base = transformers_base(module)
-    if base is None:
+    if base is None or "hidden_states" not in inspect.signature(base.forward).parameters:
         return None
-    parameters = inspect.signature(base.forward).parameters.keys()
-    return base if "hidden_states" in parameters and takes_a_cache(parameters) else None
+    return base if any(map(_takes_a_cache, (module, *module.children()))) else None
+
+
+def _takes_a_cache(module: nn.Module) -> bool:
+    base = transformers_base(module)
+    return base is not None and takes_a_cache(inspect.signature(base.forward).parameters.keys())
 
 
 def _main_module(layer: nn.Module, names: Sequence[str]) -> str:
@@ -309,11 +314,13 @@ def keep_part(
 
     Raises:
         ValueError: no layers, unknown or repeated indices, tied embedding and head on different ranks, a layer that cannot be
-            cut in two, or a model that is a part already.
+            cut in two, layers that hand on more than hidden states (`why_whole`), or a model that is a part already.
     """
     base = model.get_submodule(model.base_model_prefix)
     if isinstance(base.layers, LocalLayers):
         raise ValueError(f"this {type(model).__name__} is a part already: cut a whole model")
+    if why := why_whole(model):
+        raise ValueError(why)
     kept, count = sorted(layers), len(base.layers)
     if not kept:
         raise ValueError(f"a part needs at least one of the {count} decoder layers")
@@ -341,6 +348,17 @@ def keep_part(
         model.lm_head = None
 
 
+def why_whole(model: Any) -> str:
+    """Why a model cannot be cut down to some of its layers; "" if it can."""
+    base = model.get_submodule(model.base_model_prefix)
+    passed = next((parts.halves.passed for parts in decoder_layers(model)), ())
+    streams = stream_head(base)
+    if not passed and streams is None:
+        return ""
+    what = f"their {' and '.join(passed)}" if passed else "several residual streams"
+    return f"the layers of {type(model).__name__} hand {what} to the next one, and parts of a model send hidden states alone"
+
+
 def sublayer_modules(layer: nn.Module, halves: Halves) -> tuple[list[str], list[str]] | None:
     """Names of the modules of each of a layer's sublayers; None if some weight is in neither or in both."""
     first, second = (
@@ -366,6 +384,13 @@ def cut_in_two(layer: nn.Module) -> tuple[list[str], list[str]]:
             "sublayers; give whole numbers of layers"
         )
     return found
+
+
+def stream_head(base: Any) -> str | None:
+    """The name of the module of a base model that makes one hidden state of several residual streams, before the last norm, as
+    DeepSeek-V4 has; None where layers have one stream."""
+    name = called_before(type(base).forward, final_norm(base))
+    return name if name is not None and isinstance(getattr(base, name, None), nn.Module) else None
 
 
 def final_norm(base: Any) -> str:

@@ -1,7 +1,7 @@
 """Parts of transformers modules, read from the source of their forward methods.
 
 Input: a class. Output: functions that run a part of its forward, statement by statement as the class has it, so that no family
-has to be known by name; None where the source does not have the structure. A decoder layer is cut in two where a single value
+has to be known by name; None where the source does not have the structure. A decoder layer is cut in two where a single tensor
 passes from one half to the other (`halves_of`); a MoE block also returns what its router said, or stops before its experts
 (`routing_of`). Made functions have the file and the line numbers of the original, so tracebacks show the family's own code.
 """
@@ -284,84 +284,148 @@ class _Stopped:
 
 @dataclass(frozen=True, eq=False)
 class Halves:
-    """A decoder layer's forward in two: x2 = first(x, ...); x3 = second(x2).
+    """A decoder layer's forward in two: x2, *passed = first(x, ...); x3 = second(x2, **given). The layer returns x3, *passed.
 
     Attributes:
         first, second: names of what each half calls as ``self.NAME(...)``, in order.
+        passed: what the first half makes and the layer returns after the hidden states, such as the positions that GLM-5's next
+            layer attends to. Where there is any, the first half returns a tuple.
+        given: parameters of the layer that the second half reads, and their defaults; DeepSeek-V4 routes by `input_ids`.
+        keeps_dtype: the second half asks its own x2 for the dtype that the layer was given.
     """
 
     first: tuple[str, ...]
     second: tuple[str, ...]
+    passed: tuple[str, ...]
+    given: Mapping[str, Any]
+    keeps_dtype: bool
     _source: ForwardSource
-    _at: int
+    _head: Sequence[ast.stmt]
+    _tail: Sequence[ast.stmt]
     _carried: str
 
     def attention(self, direct: str | None = None) -> FunctionType:
-        """``f(layer, x, **keywords) -> x2``; skips the module hooks of the mixer `direct`."""
-        body = self._source.tree.body
+        """``f(layer, x, **keywords) -> x2``, or (x2, *passed); skips the module hooks of the mixer `direct`."""
         calls = {} if direct is None else {direct: _without_hooks}
-        last = ast.Return(ast.Name(self._carried, ast.Load()))
-        return self._source.make(
-            [*rewritten(body[: self._at], calls), ast.copy_location(last, body[self._at])], own=True
-        )
+        result = f"({self._carried}, {', '.join(self.passed)})" if self.passed else self._carried
+        last = self._tail[0]
+        returned = ast.copy_location(ast.Return(expression(result, last)), last)
+        return self._source.make([*rewritten(self._head, calls), returned], own=True)
 
     def feed_forward(self) -> FunctionType:
-        """``f(layer, x2) -> x3``."""
-        return self._source.make(self._tail, self._carried)
+        """``f(layer, x2, **given) -> x3``."""
+        return self._source.make(self._tail, self._carried, *self.given)
 
     def moe(self, block: str) -> FunctionType:
-        """``f(layer, x2, run, experts) -> (x3, logits, ids)``, which calls ``run(layer.<block>, experts, normed)``; see
+        """``f(layer, x2, run, experts, **given) -> (x3, logits, ids)``, which calls ``run(layer.<block>, experts, normed)``; see
         `RoutedForward.block`."""
 
         def run(call: ast.Call) -> str:
-            return f"(_out := _run({ast.unparse(call.func)}, _experts, {_text(call.args)}))[0]"
+            return f"(_out := _run({ast.unparse(call.func)}, _experts, {_text([*call.args, *call.keywords])}))[0]"
 
         return self._source.make(
-            rewritten(self._tail, {block: run}, "({}, _out[1], _out[2])"), self._carried, "_run", "_experts"
+            rewritten(self._tail, {block: run}, "({}, _out[1], _out[2])"),
+            self._carried,
+            "_run",
+            "_experts",
+            *self.given,
         )
 
     def front(self, block: str, shared: bool) -> FunctionType | None:
         """``f(layer, x2, run) -> (residual, (rows, ids, weights, logits))`` with the ``run`` of `RoutedForward.front`.
 
-        None if the block's result is not just added.
+        None if the block's result is not just added, or if the half reads more than x2.
         """
         stop = f"_shared, _stop = _run(self.{block}, {{}})"
         try:
             stopped = _Stopped(self._tail, block, "_shared" if shared else None, stop)
         except _NotAddedError:
             return None
-        return self._source.make(stopped.body, self._carried, "_run")
-
-    @property
-    def _tail(self) -> list[ast.stmt]:
-        return self._source.tree.body[self._at :]
+        return None if self.given else self._source.make(stopped.body, self._carried, "_run")
 
     def calls_once(self, block: str) -> bool:
-        """Whether the second half calls the module `block` once, with hidden states alone."""
+        """Whether the second half calls the module `block` once, with hidden states and what it was given."""
         calls = [call for name, call in called(self._tail) if name == block]
-        return len(calls) == 1 and len(calls[0].args) == 1 and not calls[0].keywords
+        return (
+            len(calls) == 1
+            and len(calls[0].args) == 1
+            and all(k.arg is not None and ast.unparse(k.value) in self.given for k in calls[0].keywords)
+        )
+
+    def arguments_of(self, keywords: Mapping[str, Any]) -> dict[str, Any]:
+        """`given` in a layer's keyword arguments."""
+        return {name: keywords.get(name, default) for name, default in self.given.items()}
 
 
 def halves_of(forward: Any) -> Halves | None:
     """The two halves of a decoder layer's forward.
 
-    The cut comes after the first statement that leaves one value to all later ones, which may read no parameter either. So the
-    mixer is in the first half with what the model gives its layers, and the residual sum.
+    The cut comes after a statement that leaves one tensor to all later ones, where these read the fewest parameters: before the
+    mixer, they would read what the model gives its layers. So the mixer is in the first half, and the residual sum.
     """
     source = source_of(forward)
-    if source is None or not source.is_whole:
+    if source is None or not source.is_whole or len(source.tree.args.args) < 2:
         return None
-    body = source.tree.body
-    for at in range(1, len(body)):
-        head, tail = body[:at], body[at:]
-        written = _names(*head, context=ast.Store)
-        carried = _needed(tail) & (written | source.parameters)
-        first, second = (tuple(dict.fromkeys(name for name, _ in called(part))) for part in (head, tail))
-        if len(carried) == 1 and carried <= written and first and second:
-            if _returns(head) or _returns_a_tuple(tail):
-                return None
-            return Halves(first, second, source, at, carried.pop())
-    return None
+    cuts = (_cut(source, at) for at in range(1, len(source.tree.body)))
+    return min((cut for cut in cuts if cut is not None), key=lambda cut: len(cut.given), default=None)
+
+
+def _cut(source: ForwardSource, at: int) -> Halves | None:
+    """The halves before and after statement `at`; None if more than a tensor passes."""
+    head, tail = source.tree.body[:at], source.tree.body[at:]
+    x = source.tree.args.args[1].arg
+    written = _names(*head, context=ast.Store)
+    tail, passed = _without_passed(tail, written)
+    dtypes = [s for n, s in enumerate(head) if _is_dtype_of(s, x) and x not in _names(*head[:n], context=ast.Store)]
+    known = _names(*dtypes, context=ast.Store)
+    needed = _needed(tail) & (written | source.parameters)
+    carried, given = (needed & written) - known, needed - written
+    first, second = (tuple(dict.fromkeys(name for name, _ in called(part))) for part in (head, tail))
+    if len(carried) != 1 or not first or not second or _returns(head) or _returns_a_tuple(tail):
+        return None
+    defaults = _defaults(source.function, given - {x})
+    if x in given or defaults is None:
+        return None
+    name = carried.pop()
+    dtypes = [s for s in dtypes if _names(s, context=ast.Store) & needed]
+    before = [_Renamed(x, name).visit(copy.deepcopy(s)) for s in dtypes]
+    return Halves(first, second, passed, defaults, bool(dtypes), source, head, [*before, *tail], name)
+
+
+def _without_passed(tail: list[ast.stmt], written: set[str]) -> tuple[list[ast.stmt], tuple[str, ...]]:
+    """A second half that returns hidden states alone, and the names in `written` that it does nothing with but to return them."""
+    match tail[-1]:
+        case ast.Return(ast.Tuple([value, *others])) if others and all(isinstance(o, ast.Name) for o in others):
+            names = tuple(o.id for o in others if isinstance(o, ast.Name))
+            alone = [*tail[:-1], ast.copy_location(ast.Return(value), tail[-1])]
+            used = _names(*alone) | _names(*alone, context=ast.Store)
+            if written.issuperset(names) and not used.intersection(names):
+                return alone, names
+    return tail, ()
+
+
+def _is_dtype_of(statement: ast.stmt, x: str) -> bool:
+    match statement:
+        case ast.Assign([ast.Name()], ast.Attribute(ast.Name(name), "dtype")):
+            return name == x
+    return False
+
+
+def _defaults(function: FunctionType, names: set[str]) -> dict[str, Any] | None:
+    """The defaults of parameters that are given by keyword, in their order; None if one may stand for several arguments."""
+    found = inspect.signature(function).parameters
+    several = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
+    if any(found[name].kind in several for name in names):
+        return None
+    return {name: None if p.default is p.empty else p.default for name, p in found.items() if name in names}
+
+
+class _Renamed(ast.NodeTransformer):
+    def __init__(self, old: str, new: str):
+        self._old, self._new = old, new
+
+    def visit_Name(self, node: ast.Name) -> ast.AST:
+        return ast.copy_location(ast.Name(self._new, node.ctx), node) if node.id == self._old else node
 
 
 # --- MoE blocks -------------------------------------------------------------------------------------------------------
@@ -444,17 +508,34 @@ def routing_of(forward: Any, modules: Container[str]) -> RoutedForward | None:
     wanted = _names(*roles.values())
     before = [s for s in source.tree.body if s.lineno < calls[0].lineno]
     for statement in reversed(before):
-        if not isinstance(statement, ast.Assign) or not _names(statement, context=ast.Store) & wanted:
+        branches = _alternatives(statement)
+        if branches is None or not _names(statement, context=ast.Store) & wanted:
             continue
-        target, value = statement.targets[0], statement.value
-        if isinstance(value, ast.Call) and (
-            name := next((n for n, c in called([value]) if c is value and n in modules), None)
-        ):
-            outputs = _router_outputs(target, roles)
-            if outputs is not None:
-                return RoutedForward(name, outputs, source)
-        wanted |= _names(value)
+        found = [_routed(branch, roles, modules) for branch in branches]
+        if found[0] is not None and all(routed == found[0] for routed in found):
+            return RoutedForward(*found[0], source)
+        wanted |= _names(*(branch.value for branch in branches))
     return None
+
+
+def _alternatives(statement: ast.stmt) -> list[ast.Assign] | None:
+    """An assignment, or those of which one is run: DeepSeek-V4 gives some of its routers the tokens too. None for others."""
+    match statement:
+        case ast.Assign():
+            return [statement]
+        case ast.If(body=[ast.Assign() as first], orelse=[ast.Assign() as second]):
+            return [first, second]
+    return None
+
+
+def _routed(
+    statement: ast.Assign, roles: Mapping[str, ast.expr], modules: Container[str]
+) -> tuple[str, tuple[str, ...]] | None:
+    """`RoutedForward.router` and `outputs` of an assignment of what a router returns; None for another one."""
+    target, value = statement.targets[0], statement.value
+    name = next((n for n, c in called([value]) if c is value and n in modules), None)
+    outputs = None if name is None else _router_outputs(target, roles)
+    return None if name is None or outputs is None else (name, outputs)
 
 
 def _router_outputs(target: ast.expr, roles: Mapping[str, ast.expr]) -> tuple[str, ...] | None:
@@ -474,6 +555,19 @@ def _router_outputs(target: ast.expr, roles: Mapping[str, ast.expr]) -> tuple[st
     if len(found) == 3:
         found[found.index("")] = "logits"
     return tuple(found)
+
+
+# --- base models ------------------------------------------------------------------------------------------------------
+
+
+def called_before(forward: Any, norm: str) -> str | None:
+    """NAME of a forward that calls ``self.<norm>(self.NAME(...))``; None if it does not."""
+    source = source_of(forward)
+    for name, call in called(source.tree.body) if source is not None else ():
+        match call.args:
+            case [ast.Call(ast.Attribute(ast.Name("self"), before))] if name == norm:
+                return before
+    return None
 
 
 # --- attention --------------------------------------------------------------------------------------------------------

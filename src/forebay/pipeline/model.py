@@ -20,7 +20,7 @@ from forebay.kernels.token_rows import add_token_rows
 from forebay.managed import Managed
 from forebay.memory.overrides import is_managed
 from forebay.models.blocks import SublayerForward
-from forebay.models.families import final_norm
+from forebay.models.families import final_norm, stream_head
 from forebay.models.fused_loss import head_loss, logits_scale
 from forebay.models.linear_cross_entropy import linear_cross_entropy_into
 from forebay.moe.dispatch import Front, TokenDispatcher
@@ -59,9 +59,12 @@ class CutLayer:
         regions: paths of the regions that one forward calls, in order.
     """
 
-    def __init__(self, sublayers: SublayerForward, keywords: Callable[[], dict[str, Any]]):
+    def __init__(
+        self, sublayers: SublayerForward, keywords: Callable[[], dict[str, Any]], hand_on: Callable[[list[Any]], None]
+    ):
         self._sublayers = sublayers
         self._keywords = keywords
+        self._hand_on = hand_on
         self._attends = self._feeds = True
         self.experts_module: Any = sublayers.experts
         stages = sublayers.stages
@@ -89,24 +92,30 @@ class CutLayer:
     def stage1(self, x: Tensor) -> Front:
         """Attention, norm, router and shared experts; x is [B, S, H]."""
         assert self._sublayers.mlp.front is not None, "a dense layer has no stages"
-        x = self._attended(x)
+        x, _ = self._attended(x)
         front: Front = self._sublayers.mlp.front(x)
         self._sublayers.run_router_hooks(front.logits.detach(), front.ids)
         return front
 
     def __call__(self, x: Tensor) -> Tensor | RoutedOutput:
         """[B, S, H] to [B, S, H]; with its router's outputs, if it has one."""
-        x = self._attended(x)
+        x, given = self._attended(x)
         if not self._feeds:
             return x
-        found, logits, ids = self._sublayers.mlp.call(x)
+        found, logits, ids = self._sublayers.mlp.call(x, **given)
         if not self._sublayers.routes_whole:
             return found  # type: ignore[no-any-return]
         self._sublayers.run_router_hooks(logits.detach(), ids)
         return found, logits, ids
 
-    def _attended(self, x: Tensor) -> Tensor:
-        return self._sublayers.attend(x, **self._keywords()) if self._attends else x
+    def _attended(self, x: Tensor) -> tuple[Tensor, dict[str, Any]]:
+        """The first sublayer's result, and what the second one is given besides it."""
+        keywords, sublayers = self._keywords(), self._sublayers
+        if self._attends:
+            attended = sublayers.attend(x, **keywords)
+            x, *passed = attended if sublayers.passed else (attended,)
+            self._hand_on(passed)
+        return x, sublayers.given(keywords)
 
 
 class CutModel:
@@ -114,7 +123,7 @@ class CutModel:
 
         prologue(microbatch) -> x            embedding and its factor; also selects the masks and rotary tables of the layers
         layers[i].stage1(x), .experts(...)   a layer's stages, or the whole of it
-        epilogue(x, microbatch) -> loss      final norm, the factor of the logits, head and loss
+        epilogue(x, microbatch) -> loss      the sum of residual streams, final norm, the factor of the logits, head and loss
 
     One forward at a time; a backward needs no masks. Modules are called without their hooks: FSDP2's hooks would take the
     end of a module's backward for the end of the step's, and reshard.
@@ -153,14 +162,15 @@ class CutModel:
         self.embedded: list[tuple[Tensor, Tensor]] | None = None
         self.embedded_sum: Tensor | None = None
         self._model, self._base = model, base
-        self._norm = final_norm(base)
+        self._norm, self._stream_head = final_norm(base), stream_head(base)
         self._scale = logits_scale(model)
         self._dtype = dtype
         # Trap: transformers' `get_input_embeddings` fails for a part of a model without an embedding.
         self.embedding: Any = None if base.embed_tokens is None else base.get_input_embeddings()
         self.numbers = [int(name) for name, _ in base.layers.named_children()]
-        self._arguments = LayerArguments(model, self.numbers)
-        self.layers = [CutLayer(sublayers, partial(self._arguments.of, i)) for i, sublayers in enumerate(found)]
+        passes = len(found[0].passed) if found else 0
+        self._arguments = arguments = LayerArguments(model, self.numbers, passes)
+        self.layers = [CutLayer(part, partial(arguments.of, i), arguments.hand_on) for i, part in enumerate(found)]
 
     def layer(self, number: int, attention: bool = True, mlp: bool = True) -> CutLayer:
         """Layer `number` of the whole model, or one of its sublayers."""
@@ -180,7 +190,7 @@ class CutModel:
             anchor = torch.empty(0, device=microbatch.ids.device, requires_grad=True)
             x = _Embed.apply(anchor, self.embedding, microbatch.ids, take)
         self._select(microbatch, x.dtype)
-        return self._arguments.scaled(x)
+        return self._arguments.entered(x)
 
     def enter(self, microbatch: Microbatch) -> None:
         """Select the masks and tables of this microbatch, before the layers of a part run forward."""
@@ -226,6 +236,8 @@ class CutModel:
 
     def epilogue(self, x: Tensor, microbatch: Microbatch) -> Tensor:
         """The sum of the cross entropies over `count`, a scalar."""
+        self._arguments.hand_on(())
+        x = x if self._stream_head is None else getattr(self._base, self._stream_head)(x)
         hidden = self._scale(getattr(self._base, self._norm)(x))
         if self.head_sum is not None:
             rows, targets = hidden.reshape(-1, hidden.shape[-1]), microbatch.labels.reshape(-1)

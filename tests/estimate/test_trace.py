@@ -32,7 +32,7 @@ from tests.train.families import FAMILIES, tiny_of
 
 SEQUENCE, BATCH = 32, 2
 HEADS, KV_HEADS = 4, 2
-NO_SDPA = ("gpt_oss", "granitemoe_swa", "mimo_v2_flash")
+NO_SDPA = ("deepseek_v4", "gpt_oss", "granitemoe_swa", "hy_v4", "mimo_v2_flash")
 
 
 def built(family: str, device: str = "cpu", dtype: torch.dtype = torch.bfloat16, attention: str = "sdpa") -> nn.Module:

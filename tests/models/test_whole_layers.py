@@ -1,4 +1,5 @@
-"""Decoder layers that are not two sublayers, compiled whole: attention and experts side by side, and several residual streams."""
+"""Decoder layers that are not two sublayers, compiled whole: attention and experts side by side, and routers that hand on their
+hidden states."""
 
 from __future__ import annotations
 
@@ -33,21 +34,21 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "eos_token_id": None,
         },
     ),
-    "deepseek_v4": (
-        "DeepseekV4Config",
+    "zaya": (
+        "ZayaConfig",
         {
             **_FEW,
-            "num_hidden_layers": 1,
-            "num_key_value_heads": 1,
+            "num_experts_per_tok": 1,
+            "num_hidden_layers": 2,
+            "num_key_value_heads": 2,
             "head_dim": HEAD,
-            "q_lora_rank": 24,
-            "o_groups": 2,
-            "o_lora_rank": 16,
-            "n_routed_experts": 8,
+            "num_experts": 8,
             "moe_intermediate_size": 16,
-            "swiglu_limit": 0.5,
-            "hc_sinkhorn_iters": 2,
+            "router_hidden_size": 16,
             "max_position_embeddings": 64,
+            "pad_token_id": 0,
+            "bos_token_id": None,
+            "eos_token_id": None,
         },
     ),
 }
@@ -148,7 +149,7 @@ def test_what_is_inside_is_no_region() -> None:
 
 
 def test_detach_gives_the_forwards_back() -> None:
-    model, ids = build("deepseek_v4"), token_ids()
+    model, ids = build("zaya"), token_ids()
     expected = loss_and_gradients(model, ids, use_cache=False)
     managed(model).detach()
     with no_warnings():

@@ -20,6 +20,8 @@ FAMILIES = tuple(_BY_TYPE)
 _WHOLE = {*NOT_JUST_ADDED, "granite", "llama", "mistral", "qwen2", "qwen3"}
 IN_GROUPS = tuple(family for family in FAMILIES if family not in _WHOLE)
 """Those that expert parallelism takes."""
+IN_ONE_STAGE = ("deepseek_v4", "glm_moe_dsa", "hy_v4")
+"""Those whose layers hand on more than hidden states: no pipeline takes them."""
 
 
 def tiny_of(family: str, dtype: Any, attention: str = "eager") -> Any:
@@ -43,5 +45,5 @@ def fields_of(family: str, layers: int = 2) -> dict[str, Any]:
     of_data = {"vocab_size", "max_position_embeddings", "model_max_length"}
     known = {*kind().to_dict(), *kind.attribute_map, "head_dim"} - of_data
     fields = {key: value for key, value in fields.items() if key in known}
-    repeated = {key: value * (layers // 2) for key, value in fields.items() if key.endswith("layer_types")}
+    repeated = {key: value * (layers // 2) for key, value in fields.items() if key.endswith("_types")}
     return {**fields, **repeated, "num_hidden_layers": layers}

@@ -25,7 +25,7 @@ from tests.train.common import (
     torchrun,
     write_text,
 )
-from tests.train.families import IN_GROUPS, fields_of
+from tests.train.families import IN_GROUPS, IN_ONE_STAGE, fields_of
 
 STEPS = 6
 # By processes, [parallel] of each case.
@@ -37,7 +37,11 @@ OPEN = {"overlap": "auto", "reshard": "auto", "capacity_factor": "auto"}
 
 
 def meshes_of(family: str, world: int) -> dict[str, dict[str, Any]]:
-    return {name: parallel for name, parallel in MESHES[world].items() if "ep" not in parallel or family in IN_GROUPS}
+    return {
+        name: parallel
+        for name, parallel in MESHES[world].items()
+        if ("ep" not in parallel or family in IN_GROUPS) and ("pp" not in parallel or family not in IN_ONE_STAGE)
+    }
 
 
 def run(folder: Path, families: list[str]) -> None:

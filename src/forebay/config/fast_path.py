@@ -41,9 +41,9 @@ MOST_NODES = 1 << 30
 # Those of tests/train/test_every_family_gpu.py: with attention and experts whose sum is added; with experts whose sum is scaled
 # or normed; with other mixers; dense ones.
 FAMILIES = (
-    *"axk2 deepseek_v2 deepseek_v3 deepseek_v32 dots1 exaone_moe glm4_moe glm4_moe_lite gpt_oss hunyuan_v1_moe mellum".split(),
-    *"mimo_v2_flash minimax_m2 mixtral olmoe qwen2_moe qwen3_moe solar_open".split(),
-    *"afmoe axk1 ernie4_5_moe flex_olmo granitemoe granitemoe_swa granitemoeshared hy_v3 laguna".split(),
+    *"axk2 deepseek_v2 deepseek_v3 deepseek_v32 dots1 exaone_moe glm4_moe glm4_moe_lite glm_moe_dsa gpt_oss".split(),
+    *"hunyuan_v1_moe mellum mimo_v2_flash minimax_m2 mixtral olmoe qwen2_moe qwen3_moe solar_open".split(),
+    *"afmoe axk1 deepseek_v4 ernie4_5_moe flex_olmo granitemoe granitemoe_swa granitemoeshared hy_v3 hy_v4 laguna".split(),
     *"granitemoehybrid kimi_linear lfm2_moe qwen3_5_moe_text qwen3_next".split(),
     *"granite llama mistral qwen2 qwen3".split(),
 )

@@ -28,7 +28,7 @@ from forebay.estimate.fit import planning_error
 from forebay.estimate.layers import plan_layers
 from forebay.estimate.parts import WHOLE_LAYER
 from forebay.estimate.placement import sentences
-from forebay.estimate.plan import EAGER, Fit, bare_model, fit_run, parameters_of
+from forebay.estimate.plan import Fit, bare_model, fit_run, parameters_of
 from forebay.estimate.state import DTYPE_BYTES, Sharing
 from forebay.estimate.trace_cache import TraceCache
 from forebay.models.families import decoder_layers
@@ -418,7 +418,7 @@ class _TrainerRun:
                 "transformers' experts in float32 are not counted by this plan; valid is --hf dtype=bfloat16, or bf16=true with "
                 "fsdp: autocast alone does not cast experts"
             )
-        attention = a.attn_implementation or ("eager" if declared.model_type in EAGER else "sdpa")
+        attention = a.attn_implementation or hf_io.plain_attention(declared)
         model = {**raw["model"], "dtype": compute, "attention": attention}
         balance = bool(getattr(declared, "output_router_logits", False))
         return _TrainerRun(a, model, world, loaded, balance, asked.memory.compile, asked.device.expandable_segments)

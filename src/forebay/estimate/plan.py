@@ -6,6 +6,7 @@ processes. Output: a `Fit`: for each pipeline rank what its fullest process hold
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -35,10 +36,11 @@ from forebay.estimate.step_time import StepTime
 from forebay.estimate.trace_cache import ModelFacts, TraceCache
 from forebay.estimate.types import Shape
 from forebay.models.catalog import PUBLISHED, find
+from forebay.models.families import decoder_layers
 from forebay.models.placements import split_stash
 from forebay.models.router import RouterStats
 from forebay.policy import PLACEMENTS, Claim, PolicyError, format_bytes, is_inside, refuse_containers, resolve
-from forebay.train.hf_io import declared_by
+from forebay.train.hf_io import declared_by, plain_attention, skeleton
 from forebay.train.model_checks import positions_of
 from forebay.train.parallel import experts_in
 
@@ -53,7 +55,8 @@ _SETTINGS: Mapping[str, Any] = {
 }
 """Settings of a bare model, unless an override gives them. Parameters and moments are in float32, sharded over all processes;
 several reduce gradients after each microbatch. `_filled` adds the rest."""
-EAGER = frozenset({"gpt_oss"})  # families for whose attention (sinks) transformers has no fused kernel
+_SINKS = frozenset({"gpt_oss"})  # families whose attention with sinks runs on flex_attention
+_SOME_LAYERS = 8  # among which there is one of each kind
 
 
 @dataclass(frozen=True)
@@ -142,15 +145,28 @@ def _filled(raw: dict[str, Any], source: str, processes: int) -> PlanRequest:
         raw["train"]["sequence"] = chosen["train.sequence"] = longest
     groups = so_far.parallel.replicate * so_far.parallel.pp
     processes = processes or groups * raw.get("parallel", {}).get("ep", 1)
-    sinks = "flex" if so_far.memory.compile and so_far.device.type != "cpu" else "eager"
-    choose("model.attention", sinks if str(declared.model_type) in EAGER else "sdpa")
+    flex = str(declared.model_type) in _SINKS and so_far.memory.compile and so_far.device.type != "cpu"
+    choose("model.attention", "flex" if flex else plain_attention(declared))
     both = gcd(processes // groups, experts_in(declared) or 1)
+    both = both if both == 1 or "ep" in raw.get("parallel", {}) or _takes_expert_groups(so_far, declared) else 1
     # The most that one host has and that divide processes and experts.
     choose("parallel.ep", max(n for n in range(1, SAME_HOST + 1) if both % n == 0))
     if processes > 1:
         choose("parallel.reduce", "microbatch")
     choose("train.batch", _batch(so_far.train.microbatch, processes))
     return PlanRequest(from_mapping(raw, origin=source), chosen)
+
+
+def _takes_expert_groups(config: Config, declared: Any) -> bool:
+    """Whether expert parallelism takes the family: its blocks just add what the experts make. Some layers are built on the meta
+    device, which takes milliseconds; all would take a second."""
+    text = (declared := copy.deepcopy(declared)).get_text_config()
+    text.num_hidden_layers = min(text.num_hidden_layers, _SOME_LAYERS)
+    section = replace(config.model, attention="eager")
+    try:
+        return all(parts.is_added for parts in decoder_layers(skeleton(section, declared)))
+    except (UsageError, ValueError):
+        return True  # what is wrong with the model is said later
 
 
 def _batch(microbatch: int, processes: int) -> int:

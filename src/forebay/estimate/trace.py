@@ -331,6 +331,8 @@ class TraceRun:
             if site.path in self.parts:
                 self._last = torch.empty_like(x)
                 absent = [None] * (2 if passes is None else passes)
+                if passes is not None:
+                    self._handed[:] = absent
                 return (self._last, *absent) if absent else self._last
             if "input_ids" in keywords:
                 keywords["input_ids"] = self._ids  # the base model was given embedded tokens

@@ -20,7 +20,7 @@ from forebay.errors import UsageError, first_line
 from forebay.estimate.state import WeightShapes, weight_shapes
 from forebay.estimate.trace import layers_path, trace_model
 from forebay.estimate.types import ModelTrace, Shape
-from forebay.models.families import UnknownLayerError, called_paths, decoder_layers
+from forebay.models.families import UnknownLayerError, called_paths, decoder_layers, why_whole
 from forebay.pipeline.p2p import neighbors
 from forebay.pipeline.peer_links import slots_and_words, slots_of
 from forebay.pipeline.schedule import make_plan
@@ -97,7 +97,10 @@ class TraceCache:
         return self._facts[key]
 
     def trace(self, config: Config, shape: Shape) -> ModelTrace:
-        """The trace of one microbatch. Raises UsageError for a model that cannot be traced, or see `facts`."""
+        """The trace of one microbatch. Raises UsageError for a model that cannot be traced, or not be cut into the stages of a
+        pipeline, or see `facts`."""
+        if config.parallel.pp > 1 and (why := why_whole(self.facts(config).model)):
+            raise UsageError(f"parallel.pp = {config.parallel.pp}: {why}; valid is 1")
         key, shape = _key(config), replace(shape, **self._shape)
         if (key, shape) not in self._traces:
             model, like = self.facts(config).model, (key, shape.without_experts())

@@ -355,8 +355,8 @@ def why_whole(model: Any) -> str:
     streams = stream_head(base)
     if not passed and streams is None:
         return ""
-    what = f"their {' and '.join(passed)}" if passed else "several residual streams"
-    return f"the layers of {type(model).__name__} hand {what} to the next one, and parts of a model send hidden states alone"
+    what = " and ".join([*passed, *(["several residual streams"] if streams else [])])
+    return f"the layers of {type(model).__name__} hand on {what}, and stages send one tensor of hidden states"
 
 
 def sublayer_modules(layer: nn.Module, halves: Halves) -> tuple[list[str], list[str]] | None:

@@ -24,7 +24,7 @@ from forebay.config import Config
 from forebay.errors import UsageError
 from forebay.kernels.flags import StreamWords
 from forebay.managed import Managed
-from forebay.models.families import all_layers, cut_in_two, keep_part
+from forebay.models.families import all_layers, cut_in_two, keep_part, why_whole
 from forebay.models.router import RouterStats, balance_loss
 from forebay.moe.backends import peers_are_reachable
 from forebay.moe.dispatch import TokenDispatcher
@@ -309,9 +309,11 @@ def keep_stages(model: Any, plan: PipelinePlan, partition: Partition, rank: int)
     """Reduce a model on the meta device to the stages of pipeline rank `rank`.
 
     Raises:
-        UsageError: the first and the last stage share a weight and are on two ranks, or a layer that is cut in two cannot be; on
-            every rank alike.
+        UsageError: the first and the last stage share a weight and are on two ranks, a layer that is cut in two cannot be, or
+            layers hand on more than hidden states; on every rank alike.
     """
+    if why := why_whole(model):
+        raise UsageError(f"parallel.pp = {len(plan.actions)}: {why}; valid is 1")
     if model.config.get_text_config().tie_word_embeddings and plan.ranks[0] != plan.ranks[-1]:
         raise UsageError(
             f"parallel.schedule = {plan.name!r} has the embedding on another rank than the head, and this model has one weight "

@@ -284,6 +284,15 @@ def _read_config(folder: Path) -> Any:
         raise RunError(f"{folder / 'config.json'} is not a configuration that transformers reads: {said}") from error
 
 
+def plain_attention(config: Any) -> str:
+    """The fastest attention implementation that every model of this configuration's class has: "sdpa", or "eager" where
+    transformers has no fused kernel, as for sinks."""
+    from transformers import AutoModelForCausalLM
+
+    kind: Any = AutoModelForCausalLM._model_mapping[type(config)]
+    return "sdpa" if kind._supports_sdpa else "eager"
+
+
 def balance_coefficient(config: Any) -> float:
     """Coefficient of the router's load-balancing loss in a model's configuration.
 

@@ -116,13 +116,13 @@ def test_results_are_contiguous(dtype: torch.dtype, width: int) -> None:
 
 def test_refusals() -> None:
     offs = offsets((2, 2))
-    left, right, total = torch.randn(4, 3), torch.randn(4, 5), torch.zeros(2, 3, 5)
+    left, right, total = (torch.randn(*shape, device=DEVICE) for shape in ((4, 3), (4, 5), (2, 3, 5)))
     for message, *arguments in (
         (r"do not make \(2, 3, 5\)", total, right, left),
         (r"do not make \(2, 3, 5\)", total, left, right[:3]),
         (r"right torch\.float16", total, left, right.half()),
         (r"total of torch\.float32", total.bfloat16(), left.bfloat16(), right.bfloat16()),
-        ("contiguous last dimension", torch.zeros(2, 5, 3).transpose(1, 2), left, right),
+        ("contiguous last dimension", total.reshape(2, 5, 3).transpose(1, 2), left, right),
     ):
         with pytest.raises(ValueError, match=message):
             add_rows_by_rows(*arguments, offs)

@@ -54,14 +54,15 @@ def test_which_experts_are_handled(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
     monkeypatch.setattr(hopper, "_are_ready", lambda index: asked.append(index) or True)
     with FakeTensorMode():
-        assert hopper.handles(*stacks()) and hopper.handles(*stacks(device="cuda:1"))
-        assert asked == [0, 1]
+        assert hopper.handles(*stacks()) and asked == [0]
+        if torch.cuda.device_count() != 1:  # of a device that is not there, torch makes fake tensors only where there is none
+            assert hopper.handles(*stacks(device="cuda:1")) and asked.pop() == 1
         refused = [
             stacks(inner=20), stacks(hidden=12), stacks(inner=0), stacks(dtype=torch.float16), stacks(device="cpu"),
             stacks(device="meta"), [t.as_strided(t.shape, (256, 1, t.shape[1])) for t in stacks()],
         ]  # fmt: skip
         assert not any(hopper.handles(*pair) for pair in refused)
-    assert asked == [0, 1], "nothing is compiled for experts that are not handled"
+    assert asked == [0], "nothing is compiled for experts that are not handled"
 
 
 def test_a_failure_is_said_once_and_ends_the_use(

@@ -126,8 +126,8 @@ def test_views_and_neighbors(backend) -> None:
 
 
 def test_refusals() -> None:
-    offs, rows, matrices = offsets((2, 2)), torch.randn(4, 8), torch.randn(2, 3, 8)
-    low, out = torch.randn(4, 3), torch.zeros(2, 3, 8)
+    offs = offsets((2, 2))
+    rows, matrices, low, out = (torch.randn(*shape, device=DEVICE) for shape in ((4, 8), (2, 3, 8), (4, 3), (2, 3, 8)))
     for error, message, call in (
         (ValueError, r"matrices must be \[2, any, 8\]", lambda: narrow_rows(rows, matrices[:1], offs)),
         (TypeError, "matrices", lambda: narrow_rows(rows, matrices.half(), offs)),

@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 
-from forebay.memory import copy_lanes
 from forebay.memory.copy_lanes import CopyDone
 from forebay.memory.host_store import HostStore
 from forebay.memory.host_ticket import Ticket, TicketState
@@ -252,32 +251,3 @@ def test_a_slab_is_unregistered_when_its_copies_are_over(noted: Noted, monkeypat
     noted.notes.clear()
     del ticket
     assert noted.notes == [("host", "wait", back), ("host", "unregister")]
-
-
-@pytest.mark.parametrize(
-    ("numel", "dtype", "lengths"),
-    [
-        (0, torch.uint8, [0]),
-        (64, torch.uint8, [64]),
-        (65, torch.uint8, [64, 1]),
-        (200, torch.uint8, [64, 64, 64, 8]),
-        (40, torch.float32, [16, 16, 8]),
-    ],
-)
-def test_a_large_copy_is_enqueued_in_pieces(
-    monkeypatch: pytest.MonkeyPatch, numel: int, dtype: torch.dtype, lengths: list[int]
-) -> None:
-    monkeypatch.setattr(copy_lanes, "PIECE", 64)
-    source, target = torch.randint(1, 100, (numel,)).to(dtype), torch.zeros(numel, dtype=dtype)
-    pieces = list(copy_lanes._pieces(source, target))
-    assert [part.numel() for part, _ in pieces] == lengths
-    for part, place in pieces:
-        place.copy_(part)
-    assert torch.equal(source, target)
-
-
-def test_a_copy_that_is_not_of_bytes_in_a_row_is_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(copy_lanes, "PIECE", 64)
-    wide, other = torch.rand(20, 20), torch.zeros(20, 20, dtype=torch.float64)
-    for source, target in ((wide.t(), torch.zeros(20, 20)), (wide, other)):
-        assert [part.shape for part, _ in copy_lanes._pieces(source, target)] == [source.shape]

@@ -15,11 +15,6 @@ import torch
 
 from forebay.kernels.flags import Flag, Flags
 
-PIECE = 32 << 20
-"""Bytes of a copy that is enqueued at once. A small copy on another stream, such as the addresses that FSDP2's and the optimizer's
-kernels read, waits for the one under way in its direction: 61 ms for 3.1 GiB at once on an H200, 0.6 for a piece. A piece takes the
-host some microseconds."""
-
 CudaEvents = tuple[torch.cuda.Event, torch.cuda.Event]
 Copy = tuple[torch.Tensor, torch.Tensor]  # source, target
 
@@ -201,9 +196,7 @@ class CopyLanes:
         start, end = clock or pair
         start.record(lane)
         for source, target in copies:
-            # All of a graph's work is in it: nothing waits, and a node takes memory.
-            for part, place in [(source, target)] if captured else _pieces(source, target):
-                place.copy_(part, non_blocking=True)
+            target.copy_(source, non_blocking=True)
         end.record(lane)
         if end is not pair[1]:
             pair[1].record(lane)  # an external event tells the time and does not order anything within its graph
@@ -216,15 +209,6 @@ class CopyLanes:
             return [None] * len(batches)
         with torch.cuda.stream(compute):
             return [self.flags.take() for _ in batches]
-
-
-def _pieces(source: torch.Tensor, target: torch.Tensor) -> Iterable[Copy]:
-    """The copy of contiguous tensors of one dtype in parts of at most `PIECE` bytes; any other at once."""
-    plain = source.is_contiguous() and target.is_contiguous() and source.dtype == target.dtype
-    if not plain or source.nbytes <= PIECE:
-        return [(source, target)]
-    length = PIECE // source.element_size()
-    return zip(source.view(-1).split(length), target.view(-1).split(length), strict=True)
 
 
 def _timed_event() -> torch.cuda.Event:

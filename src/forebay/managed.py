@@ -49,6 +49,7 @@ from forebay.models.hf_experts import (
     uses_forebay,
     why_own,
 )
+from forebay.models.indexers import install_indexers
 from forebay.models.low_rank import refuse_untraceable
 from forebay.models.packing import install_packing
 from forebay.models.placements import (
@@ -290,6 +291,7 @@ def manage(
             _run_sinks_on_flex(model, sublayers, fallbacks)
         if compile:
             for inner in inner_models:
+                undo.callback(install_indexers(inner))
                 undo.callback(_compile_final_norm(inner))
         sealed: Mapping[str, str] = {}
         if compile and sublayers:

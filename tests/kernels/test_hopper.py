@@ -55,7 +55,9 @@ def test_which_experts_are_handled(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper, "_are_ready", lambda index: asked.append(index) or True)
     with FakeTensorMode():
         assert hopper.handles(*stacks()) and asked == [0]
-        if torch.cuda.device_count() != 1:  # of a device that is not there, torch makes fake tensors only where there is none
+        if (
+            torch.cuda.device_count() != 1
+        ):  # of a device that is not there, torch makes fake tensors only where there is none
             assert hopper.handles(*stacks(device="cuda:1")) and asked.pop() == 1
         refused = [
             stacks(inner=20), stacks(hidden=12), stacks(inner=0), stacks(dtype=torch.float16), stacks(device="cpu"),

@@ -224,6 +224,8 @@ NOT_JUST_ADDED = (
     "minimax",
     "minimax_m3_vl",
 )
+# Their layers hand on more than hidden states, or several streams of them: no pipeline takes them.
+IN_ONE_STAGE = ("deepseek_v4", "glm_moe_dsa", "hy_v4")
 # With the families of which Forebay knows the loss alone.
 CAUSAL_LMS: dict[str, tuple[str, dict]] = {
     **FAMILIES,

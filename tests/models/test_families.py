@@ -1,6 +1,7 @@
 """Parts of every family: the names of the whole, all of it together, and what Forebay does to a model also done to a part."""
 
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,10 +13,12 @@ from forebay.memory.overrides import is_managed
 from forebay.models.families import LocalLayers, absent_layers, all_layers, decoder_layers, keep_part, moe_blocks
 from forebay.models.hf_experts import keep_local_experts, uses_forebay
 from forebay.models.router import RouterStats
+from forebay.models.structure import halves_of
 from forebay.moe.dispatch import LocalDispatcher
 from tests.helpers import no_warnings
 from tests.models.conftest import (
     FAMILIES,
+    IN_ONE_STAGE,
     MOE_FAMILIES,
     MORE_FAMILIES,
     NOT_JUST_ADDED,
@@ -207,3 +210,70 @@ def test_a_weight_of_embedding_and_head_stays_on_one_rank(embedding: bool) -> No
 def test_numbers_that_are_no_layers(numbers: list[int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         keep_part(on_meta("qwen3_moe"), numbers, True, True)
+
+
+def _cut(source: str, folder: Path) -> Any:
+    """The halves of a forward with this source, which `inspect` finds in a file."""
+    path = folder / "layer.py"
+    path.write_text(source)
+    module: dict[str, Any] = {}
+    exec(compile(source, str(path), "exec"), module)
+    return halves_of(module["forward"])
+
+
+RESIDUAL = """
+def forward(self, x, mask=None, tokens=7, **kwargs):
+    dtype = x.dtype
+    {before}
+    x = x + self.attend(self.norm(x), mask, **kwargs)
+    {between}
+    return {after}
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "between", "after", "found"),
+    [
+        ("", "", "x + self.feed(x)", ((), {}, False)),
+        ("", "", "x + self.feed(x).to(dtype)", ((), {}, True)),
+        ("", "", "x + self.feed(x, tokens=tokens)", ((), {"tokens": 7}, False)),
+        ("chosen = self.choose(x)", "", "x + self.feed(x), chosen", (("chosen",), {}, False)),
+        ("chosen = self.choose(x)", "", "x + self.feed(x, chosen), chosen", None),  # two tensors pass
+        ("", "", "x + self.feed(x), self.choose(x)", None),  # made in the second half
+        ("", "x += self.feed(x)", "x", None),  # it would write to what a rerun reads
+        ("", "x[0] = self.feed(x)", "x", None),
+        ("x = x.float()\n    dtype = x.dtype", "", "x + self.feed(x).to(dtype)", None),  # not the dtype that was given
+        ("", "", "x + self.feed(x, **kwargs)", None),
+    ],
+)
+def test_where_a_layer_is_cut(before: str, between: str, after: str, found: Any, tmp_path: Path) -> None:
+    halves = _cut(RESIDUAL.format(before=before, between=between, after=after), tmp_path)
+    if found is None:
+        assert halves is None
+    else:
+        assert (halves.passed, halves.given, halves.keeps_dtype) == found
+        assert set(halves.first) >= {"attend", "norm"} and "feed" in halves.second
+        assert halves.arguments_of({"tokens": 3, "mask": 1}) == ({"tokens": 3} if halves.given else {})
+
+
+def test_halves_in_another_dtype_are_refused(tokens: Tensor) -> None:
+    """The second half would go on in the dtype that the first one made."""
+    model: Any = build_tiny("hy_v4", num_hidden_layers=1, mlp_layer_types=["sparse"], indexer_types=["full"])
+    layer = model.model.layers[0]
+    layer.attn_hc.register_forward_hook(lambda *_: None)
+    x = torch.randn(1, 4, model.config.hc_mult, model.config.hidden_size)
+    with forebay.manage(model, "keep") as memory:
+        (forward,) = memory.sublayers.layers
+        forward.attention.call = lambda x, **_: (x.double(), None)
+        with pytest.raises(
+            RuntimeError, match=r"self_attn' made torch.float64 of hidden states in torch.float32.*one dtype"
+        ):
+            forward.attend(x)
+
+
+@pytest.mark.parametrize("family", IN_ONE_STAGE)
+def test_layers_that_hand_on_more_are_not_taken_apart(family: str) -> None:
+    model = on_meta(family, **{k: v * 2 + v[:1] for k, v in MORE_FAMILIES[family][1].items() if k.endswith("_types")})
+    with pytest.raises(ValueError, match=r"hand on .*(topk_indices|several residual streams).*send one tensor"):
+        keep_part(model, [0, 1], True, False)
+    assert isinstance(model.model.layers, nn.ModuleList)  # left as it was

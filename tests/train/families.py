@@ -20,8 +20,6 @@ FAMILIES = tuple(_BY_TYPE)
 _WHOLE = {*NOT_JUST_ADDED, "granite", "llama", "mistral", "qwen2", "qwen3"}
 IN_GROUPS = tuple(family for family in FAMILIES if family not in _WHOLE)
 """Those that expert parallelism takes."""
-IN_ONE_STAGE = ("deepseek_v4", "glm_moe_dsa", "hy_v4")
-"""Those whose layers hand on more than hidden states: no pipeline takes them."""
 
 
 def tiny_of(family: str, dtype: Any, attention: str = "eager") -> Any:

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from forebay.config.fast_path import FAMILIES
+from tests.models.conftest import IN_ONE_STAGE
 from tests.train.common import (
     MIXED_PRECISION,
     config,
@@ -25,7 +26,7 @@ from tests.train.common import (
     torchrun,
     write_text,
 )
-from tests.train.families import IN_GROUPS, IN_ONE_STAGE, fields_of
+from tests.train.families import IN_GROUPS, fields_of
 
 STEPS = 6
 # By processes, [parallel] of each case.

@@ -63,6 +63,13 @@ _ROW_WAIT, _BLOCKS_WAIT, _TOPK_WAIT, _SORT_WAIT = 200, 6_700_000, 8_700_000, 3_0
 `topk`, and the sort of its result. On an H200 0.25 ns (32,768 rows of 64 in 10 microseconds), 8 microseconds (9 to 30 for 2 to
 21 MB), 11 (14 for 1024 rows, 46 for 16,384), in benchmarks/results/step_kernels.json and run 19 of the eleventh draw, and 4 (18
 and 64 in all, for 3072 rows and 10,240, in runs 13 and 06 of the twenty-third)."""
+_LONG_TOPK, _TOPK_ROW, _TOPK_ELEMENT, _LONG_SORT, _SORT_ELEMENT = 256, 20_000, 9, 64_000_000, 15
+"""Columns above which a `topk` goes through its rows several times, and the loads that take as long as each row, each element,
+the sort of its result, and each element of that. Fitted to 11 of 512 to 8064 columns on an H200, in 0.13 to 1.5 ms: within 22 %
+(benchmarks/results/sparse_attention.json)."""
+_FEW_ROWS, _SMALL_PRODUCT = 32, 2.0
+"""Rows of a kernel's tile in many small products in fp32, and the time of a tile over its share of a large product: 20.4 ms for
+8064 of 8 x 128 by 128 x 8064 on an H200, and 4.6 for 4096 of 32 x 128 by 128 x 4096 (the same file)."""
 _BLOCKS = 32
 """Blocks that a multiprocessor holds at once."""
 _LOGIT_PASSES = 3.35
@@ -252,6 +259,8 @@ def _matmul(func: Any, args: Any, kwargs: Any, out: Any) -> list[OpCost]:
     if kind == "gemm" and any(map(_is_unaligned, tensors)):  # its kernel computes whole tiles
         kind = "gemm_unaligned"
         padding = math.prod(-(-n // _TILE) * _TILE / n for n in tensors_in(out)[0].shape[-2:] if n)
+    elif kind == "gemm_fp32" and func is torch.ops.aten.bmm.default and 0 < (rows := args[0].shape[1]) <= _FEW_ROWS:
+        padding = _SMALL_PRODUCT * _FEW_ROWS / rows
     return [OpCost(kind, flops, sum(map(_bytes, tensors)), padding=padding)]
 
 
@@ -369,8 +378,11 @@ def _waits(base: str, args: Any, sources: list[Tensor], results: list[Tensor]) -
     """What threads of a kernel wait for each other, in loads of an unvectorized one: for each row that is reduced, where rows are
     added, and in each wave of a `topk`, whose blocks take a row each."""
     if base == "topk":
-        rows = sources[0].numel() // sources[0].shape[-1]
-        is_sorted = len(args) < 5 or args[4]
+        columns, is_sorted = sources[0].shape[-1], len(args) < 5 or args[4]
+        rows = sources[0].numel() // columns
+        if columns > _LONG_TOPK:
+            ordered = _LONG_SORT + _SORT_ELEMENT * results[0].numel() if is_sorted else 0
+            return _TOPK_ROW * rows + _TOPK_ELEMENT * sources[0].numel() + ordered
         return -(-rows // (_BLOCKS * MULTIPROCESSORS)) * (_TOPK_WAIT + is_sorted * _SORT_WAIT)
     if base not in _REDUCTIONS:
         return 0

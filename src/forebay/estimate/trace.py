@@ -51,6 +51,7 @@ from forebay.models.blocks import SublayerCallSite, install_sublayers
 from forebay.models.families import decoder_layers, final_norm, moe_blocks, stream_head
 from forebay.models.fused_loss import head_loss, install_fused_loss
 from forebay.models.hf_experts import cut_experts, register, round_saved_rows
+from forebay.models.indexers import install_indexers
 from forebay.models.router import balance_loss
 from forebay.pipeline.arguments import StandIn
 
@@ -240,6 +241,8 @@ class TraceRun:
             )
         if shape.loss == "fused":
             install_fused_loss(model)
+        if shape.compiled:
+            install_indexers(model)
         self._dispatcher = self._install_dispatcher(blocks)
         if shape.checkpointed_experts:
             for block in blocks:

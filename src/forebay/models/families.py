@@ -116,19 +116,31 @@ def decoder_layers(model: nn.Module) -> Iterator[LayerParts]:
             continue
         halves = known.halves(base)
         if halves is None:
-            raise UnknownLayerError(
-                f"{path!r} is a {type(module).__name__}, whose forward is not two sublayers, mixer and feed-forward, "
-                "with one value between them"
-            )
+            raise _unknown(path, module)
         _refuse_override(path, module, base)
         mixer, block = _main_module(module, halves.first), _main_module(module, halves.second)
+        if mixer is None or block is None:
+            raise _unknown(path, module)  # BERT's cross-attention, which a decoder alone has not
         inner = getattr(module, block)
         moe = (
             None
             if forward_is_replaced(inner) or not halves.calls_once(block)
             else known.block(f"{path}.{block}", inner)
         )
+        if moe is None and halves.given and _has_experts(module):
+            raise _unknown(path, module)  # ERNIE's vision model chooses experts by what else it gives its blocks
         yield LayerParts(path, module, halves, mixer, block, moe)
+
+
+def _unknown(path: str, module: nn.Module) -> UnknownLayerError:
+    return UnknownLayerError(
+        f"{path!r} is a {type(module).__name__}, whose forward is not two sublayers, mixer and feed-forward, "
+        "with one value between them"
+    )
+
+
+def _has_experts(module: nn.Module) -> bool:
+    return any(name.rpartition(".")[2] == "experts" for name, _ in module.named_modules())
 
 
 def whole_layers(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
@@ -161,7 +173,7 @@ def check_block(parts: LayerParts) -> None:
             f"{path!r} is a {type(block).__name__}, which is not a class of transformers: it is not supported here"
         )
     _refuse_override(path, block, base)
-    if parts.moe is None and any(name.rpartition(".")[2] == "experts" for name, _ in block.named_modules()):
+    if parts.moe is None and _has_experts(block):
         raise ValueError(
             f"{path!r} is a {type(block).__name__}, which does not call its experts with the output of a router as rows, ids and "
             "weights: it is not supported here"
@@ -238,12 +250,13 @@ def _takes_a_cache(module: nn.Module) -> bool:
     return base is not None and takes_a_cache(inspect.signature(base.forward).parameters.keys())
 
 
-def _main_module(layer: nn.Module, names: Sequence[str]) -> str:
-    """The one of `names` with experts, or with the most modules inside: a norm has none."""
+def _main_module(layer: nn.Module, names: Sequence[str]) -> str | None:
+    """The one of `names` with experts, or with the most modules inside: a norm has none. None if the layer has none of them."""
     found = {name: module for name in names if isinstance(module := getattr(layer, name, None), nn.Module)}
     return max(
         found,
         key=lambda name: (hasattr(found[name], "experts"), sum(1 for _ in found[name].modules()), names.index(name)),
+        default=None,
     )
 
 

@@ -377,19 +377,34 @@ def _cut(source: ForwardSource, at: int) -> Halves | None:
     written = _names(*head, context=ast.Store)
     tail, passed = _without_passed(tail, written)
     dtypes = [s for n, s in enumerate(head) if _is_dtype_of(s, x) and x not in _names(*head[:n], context=ast.Store)]
-    known = _names(*dtypes, context=ast.Store)
+    known = _names(*dtypes, context=ast.Store) - _names(*(s for s in head if s not in dtypes), context=ast.Store)
     needed = _needed(tail) & (written | source.parameters)
     carried, given = (needed & written) - known, needed - written
     first, second = (tuple(dict.fromkeys(name for name, _ in called(part))) for part in (head, tail))
     if len(carried) != 1 or not first or not second or _returns(head) or _returns_a_tuple(tail):
         return None
+    if _writes_into(tail, *carried):  # of its caller's, which a rerun reads again
+        return None
     defaults = _defaults(source.function, given - {x})
     if x in given or defaults is None:
         return None
     name = carried.pop()
-    dtypes = [s for s in dtypes if _names(s, context=ast.Store) & needed]
+    dtypes = [s for s in dtypes if _names(s, context=ast.Store) & needed & known]
     before = [_Renamed(x, name).visit(copy.deepcopy(s)) for s in dtypes]
     return Halves(first, second, passed, defaults, bool(dtypes), source, head, [*before, *tail], name)
+
+
+def _writes_into(statements: Sequence[ast.stmt], name: str) -> bool:
+    """Whether they change the value of `name` in place, before they give that name to another."""
+    for statement in statements:
+        match statement:
+            case ast.AugAssign(target) | ast.Assign([ast.Subscript() as target]) if name in _names(target):
+                return True
+            case ast.AugAssign(ast.Name(target)) if target == name:
+                return True
+            case ast.Assign() | ast.AnnAssign() if name in _names(statement, context=ast.Store):
+                return False
+    return False
 
 
 def _without_passed(tail: list[ast.stmt], written: set[str]) -> tuple[list[ast.stmt], tuple[str, ...]]:
@@ -555,6 +570,38 @@ def _router_outputs(target: ast.expr, roles: Mapping[str, ast.expr]) -> tuple[st
     if len(found) == 3:
         found[found.index("")] = "logits"
     return tuple(found)
+
+
+# --- indexers ---------------------------------------------------------------------------------------------------------
+
+
+class _Products(ast.NodeTransformer):
+    """Calls ``_product(q, k)`` in the place of ``torch.matmul(q, k.unsqueeze(1))``."""
+
+    found = 0
+
+    def visit_Call(self, node: ast.Call) -> ast.AST:
+        self.generic_visit(node)
+        match node:
+            case ast.Call(
+                ast.Attribute(ast.Name("torch"), "matmul"),
+                [q, ast.Call(ast.Attribute(k, "unsqueeze"), [ast.Constant(1)], [])],
+                [],
+            ):
+                self.found += 1
+                return expression(f"_product({ast.unparse(q)}, {ast.unparse(k)})", node)
+        return node
+
+
+def with_product(forward: Any) -> Callable[..., Any] | None:
+    """``f(module, product, *own parameters)``: a forward that calls ``product(q, k)`` for ``torch.matmul(q, k.unsqueeze(1))``,
+    inside its decorators; None for one without such a product."""
+    source = source_of(inspect.unwrap(forward))  # out of torch.no_grad as well, which is among the decorators
+    if source is None:
+        return None
+    products = _Products()
+    body = [products.visit(copy.deepcopy(statement)) for statement in source.tree.body]
+    return source.decorated(source.make(body, "_product", own=True)) if products.found else None
 
 
 # --- base models ------------------------------------------------------------------------------------------------------

@@ -49,7 +49,7 @@ from forebay.estimate.types import (
 from forebay.memory.overrides import ModuleCallSite
 from forebay.models.blocks import SublayerCallSite, install_sublayers
 from forebay.models.families import decoder_layers, final_norm, moe_blocks, stream_head
-from forebay.models.fused_loss import head_loss, install_fused_loss
+from forebay.models.fused_loss import head_loss, install_fused_loss, logits_scale
 from forebay.models.hf_experts import cut_experts, register, round_saved_rows
 from forebay.models.indexers import install_indexers
 from forebay.models.router import balance_loss
@@ -553,6 +553,7 @@ class TraceRun:
             hidden.register_hook(begins)
             self._recorder.tally.fuse(False)
         head = self.model.lm_head
+        hidden = logits_scale(self.model)(hidden)
         if self.shape.loss == "fused":
             return head_loss(head.forward, hidden, labels, shift_labels=labels, num_items_in_batch=labels.numel())
         logits = head(hidden)  # the model's output has them until the trainer has the loss

@@ -154,14 +154,20 @@ def _head_forward(self: nn.Linear, hidden: Tensor, targets: Tensor | None = None
 
 
 def logits_scale(model: nn.Module) -> Callable[[Tensor], Tensor]:
-    """A function that multiplies hidden states by the factor that a `*ForCausalLM` has for its logits, as its fused loss does."""
+    """What a `*ForCausalLM` does to hidden states before its head: a factor of the logits, as its fused loss has it, or a
+    conversion to the head's dtype, where the family keeps that in float32 (HY-V4 from transformers 5.24 on)."""
     family = transformers_base(model)
     source = None if family is None else source_of(family.forward)
     scales = [] if source is None else [statement for statement in source.tree.body if _scales_logits(statement)]
-    if not scales:
-        return lambda hidden: hidden
-    assert source is not None
-    return partial(source.make([*scales, ast.Return(expression("logits", scales[-1]))], "logits"), model)
+    if source is not None and scales:
+        return partial(source.make([*scales, ast.Return(expression("logits", scales[-1]))], "logits"), model)
+    if "lm_head" in (getattr(model, "_keep_in_fp32_modules_strict", None) or ()):
+        return partial(_in_dtype_of, model.lm_head)
+    return lambda hidden: hidden
+
+
+def _in_dtype_of(head: Any, hidden: Tensor) -> Tensor:
+    return hidden.to(head.weight.dtype)  # asked at each call: FSDP2 gathers it in the dtype of computation
 
 
 def head_loss(

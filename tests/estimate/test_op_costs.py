@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from forebay.estimate.device import load
+from forebay.estimate.layer_time import Clock
 from forebay.estimate.op_costs import _attention_padding
 from forebay.estimate.op_recorder import OpRecorder
 from forebay.estimate.planned_dispatch import PlannedDispatcher
@@ -27,6 +28,7 @@ from forebay.models.linear_cross_entropy import linear_cross_entropy
 from tests.models.conftest import EXPERTS, HIDDEN, TOP_K, VOCABULARY, WIDTH, build_tiny
 
 SEQUENCE = 32
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
 def costs(
@@ -120,6 +122,22 @@ def test_uncompiled_kernels_are_vectorized_over_equal_layouts(run: Any, shapes: 
     assert costs(run, *shapes)[-1] == expected
 
 
+def test_long_topk_and_many_small_products_take_what_was_measured() -> None:
+    """On an H200. Products with a copy of k for each token are left out: that copy is an operation of its own."""
+    rows = json.loads((RESULTS / "sparse_attention.json").read_text())["rows"]
+    clock = Clock(load("h200"))
+    for row in rows:
+        shape = row["shape"]
+        if row["what"] == "topk" and shape[1] > 256:
+            for name, is_sorted in (("sorted us", True), ("unsorted us", False)):
+                found = costs(lambda x, k=shape[2], s=is_sorted: x.topk(k, -1, sorted=s)[0], shape[:2])
+                assert sum(map(clock.seconds, found)) == pytest.approx(1e-6 * row[name], rel=0.25), (shape, name)
+        if row["what"] == "product" and shape[0] == 1:
+            b, s, h, d = shape
+            found = costs(lambda q, k: torch.matmul(q, k.mT.unsqueeze(1)), (b, s, h, d), (b, s, d))
+            assert sum(map(clock.seconds, found)) == pytest.approx(1e-6 * row["us"], rel=0.25), shape
+
+
 def test_topk_takes_its_rows_in_waves() -> None:
     """4224 blocks run at once: 14 microseconds for 1024 rows on an H200, 46 for 16,384, compiled or not."""
     for fused in (False, True):
@@ -198,7 +216,7 @@ def test_attention_computes_whole_tiles(heads: int, length: int, qk: int, v: int
 
 def test_attention_takes_what_it_took() -> None:
     """cuDNN's kernels of 18 shapes on H200s; those of less than 0.1 ms take a few microseconds more to begin."""
-    file = Path(__file__).parents[2] / "benchmarks" / "results" / "captured_kernels.json"
+    file = RESULTS / "captured_kernels.json"
     device = load("h200")
     for shape in json.loads(file.read_text("utf-8"))["attention"]:
         size = shape["batch"], shape["heads"], shape["tokens"]

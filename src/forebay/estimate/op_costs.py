@@ -65,9 +65,9 @@ _ROW_WAIT, _BLOCKS_WAIT, _TOPK_WAIT, _SORT_WAIT = 200, 6_700_000, 8_700_000, 3_0
 and 64 in all, for 3072 rows and 10,240, in runs 13 and 06 of the twenty-third)."""
 _LONG_TOPK, _TOPK_ROW, _TOPK_ELEMENT, _LONG_SORT, _SORT_ELEMENT = 256, 20_000, 9, 64_000_000, 15
 """Columns above which a `topk` goes through its rows several times, and the loads that take as long as each row, each element,
-the sort of its result, and each element of that. Fitted to 11 of 512 to 8064 columns on an H200, in 0.13 to 1.5 ms: within 22 %
-(benchmarks/results/sparse_attention.json)."""
-_FEW_ROWS, _SMALL_PRODUCT = 32, 2.0
+the sort of more than 128 results a row, and each result that is sorted. Fitted to 11 of 512 to 8064 columns on an H200, in 0.13
+to 1.5 ms: within 25 % (benchmarks/results/sparse_attention.json)."""
+_FEW_ROWS, _SMALL_PRODUCT = 32, 1.75
 """Rows of a kernel's tile in many small products in fp32, and the time of a tile over its share of a large product: 20.4 ms for
 8064 of 8 x 128 by 128 x 8064 on an H200, and 4.6 for 4096 of 32 x 128 by 128 x 4096 (the same file)."""
 _BLOCKS = 32
@@ -381,8 +381,8 @@ def _waits(base: str, args: Any, sources: list[Tensor], results: list[Tensor]) -
         columns, is_sorted = sources[0].shape[-1], len(args) < 5 or args[4]
         rows = sources[0].numel() // columns
         if columns > _LONG_TOPK:
-            ordered = _LONG_SORT + _SORT_ELEMENT * results[0].numel() if is_sorted else 0
-            return _TOPK_ROW * rows + _TOPK_ELEMENT * sources[0].numel() + ordered
+            sort = _LONG_SORT * (results[0].shape[-1] > 128) + _SORT_ELEMENT * results[0].numel()
+            return _TOPK_ROW * rows + _TOPK_ELEMENT * sources[0].numel() + is_sorted * sort
         return -(-rows // (_BLOCKS * MULTIPROCESSORS)) * (_TOPK_WAIT + is_sorted * _SORT_WAIT)
     if base not in _REDUCTIONS:
         return 0

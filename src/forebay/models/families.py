@@ -362,10 +362,12 @@ def keep_part(
 
 
 def why_whole(model: Any) -> str:
-    """Why a model cannot be cut down to some of its layers; "" if it can."""
-    base = model.get_submodule(model.base_model_prefix)
-    passed = next((parts.halves.passed for parts in decoder_layers(model)), ())
-    streams = stream_head(base)
+    """Why a model cannot be cut down to some of its layers; "" if it can, or if its layers are of an unknown kind."""
+    try:
+        passed = next((parts.halves.passed for parts in decoder_layers(model)), ())
+    except UnknownLayerError:
+        return ""
+    streams = stream_head(model.get_submodule(model.base_model_prefix))
     if not passed and streams is None:
         return ""
     what = " and ".join([*passed, *(["several residual streams"] if streams else [])])

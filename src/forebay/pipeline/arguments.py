@@ -65,7 +65,7 @@ class LayerArguments:
 
     def entered(self, embedded: Tensor) -> Tensor:
         """The first layer's input: embedded tokens [B, S, H] times the factor that the family has before its first layer, such as
-        Granite's, or as many times as it has residual streams, [B, S, N, H]."""
+        Granite's; or a copy for each of its residual streams, [B, S, N, H]."""
         x = embedded if self._factor == 1 else embedded * self._factor
         return x.unsqueeze(2).expand(-1, -1, self.streams, -1).contiguous() if self.streams else x
 

@@ -285,12 +285,12 @@ def _read_config(folder: Path) -> Any:
 
 
 def plain_attention(config: Any) -> str:
-    """The fastest attention implementation that every model of this configuration's class has: "sdpa", or "eager" where
-    transformers has no fused kernel, as for sinks."""
+    """The attention that transformers runs a model with this configuration with, if none is asked for: "sdpa", or "eager" where
+    it has no fused kernel, as for sinks."""
     from transformers import AutoModelForCausalLM
 
-    kind: Any = AutoModelForCausalLM._model_mapping[type(config)]
-    return "sdpa" if kind._supports_sdpa else "eager"
+    kind: Any = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    return "eager" if kind is not None and not kind._supports_sdpa else "sdpa"
 
 
 def balance_coefficient(config: Any) -> float:

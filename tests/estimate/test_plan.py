@@ -18,6 +18,7 @@ from forebay.models.families import decoder_layers
 from forebay.policy import PolicyError
 from forebay.train.trainer import Trainer
 from tests.helpers import TRANSFORMERS
+from tests.models.conftest import IN_ONE_STAGE
 from tests.products import cover
 from tests.train.common import DENSE, MODEL, config, write_text
 from tests.train.families import FAMILIES, fields_of, tiny_of
@@ -212,6 +213,10 @@ def test_every_family_is_planned(tmp_path: Path, family: str, way: tuple[dict[st
         parallel=parallel,
         device={"type": "cuda"},
     )
+    if world > 1 and family in IN_ONE_STAGE:
+        with pytest.raises(UsageError, match=r"parallel.pp = 2: the layers of .* hand on .*; valid is 1"):
+            plan_layers(settings, world)
+        return
     plan = plan_layers(settings, world)
     fit = fit_run(settings, plan, world, device=load("h200"))
     with torch.device("meta"):

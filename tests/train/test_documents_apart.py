@@ -127,7 +127,7 @@ def test_arguments_are_made_without_the_last_norm() -> None:
     model.model.norm.weight = None
     arguments = LayerArguments(model, range(len(model.model.layers)))
     arguments.write(0, torch.tensor([[0, 1, 0, 1]]), torch.float32)
-    assert arguments.scaled(torch.ones(1)).item() == model.config.embedding_multiplier == 2.0
+    assert arguments.entered(torch.ones(1)).item() == model.config.embedding_multiplier == 2.0
 
 
 def test_a_batch_without_boundaries_has_a_mask_too() -> None:

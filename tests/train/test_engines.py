@@ -28,6 +28,7 @@ from forebay.train import unsharded_step
 from forebay.train.distributed import Mesh
 from forebay.train.engines import keep_stages
 from forebay.train.trainer import Trainer
+from tests.models.conftest import build_tiny
 from tests.ranks import on_processes, run_ranks
 from tests.train.common import WIDE, config, config_file, differing, figures_of, state_of, whole, write_text
 
@@ -336,6 +337,16 @@ def test_tied_embeddings_need_a_v() -> None:
     message = "'1f1b' .*tie_word_embeddings.* valid are 'dualpipev' and 'zbv'"
     for rank in range(2):
         with pytest.raises(UsageError, match=message):
+            keep_stages(model, make_plan("1f1b", 2, 4), even_partition(4, "1f1b", 2), rank)
+
+
+def test_layers_that_hand_on_more_have_one_stage() -> None:
+    with torch.device("meta"):
+        model = build_tiny("glm_moe_dsa", num_hidden_layers=4, indexer_types=["full", "shared"] * 2)
+    for rank in range(2):
+        with pytest.raises(
+            UsageError, match=r"parallel.pp = 2: .* GlmMoeDsaForCausalLM hand on topk_indices.*; valid is 1"
+        ):
             keep_stages(model, make_plan("1f1b", 2, 4), even_partition(4, "1f1b", 2), rank)
 
 

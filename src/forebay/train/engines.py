@@ -312,13 +312,13 @@ def keep_stages(model: Any, plan: PipelinePlan, partition: Partition, rank: int)
         UsageError: the first and the last stage share a weight and are on two ranks, a layer that is cut in two cannot be, or
             layers hand on more than hidden states; on every rank alike.
     """
-    if why := why_whole(model):
-        raise UsageError(f"parallel.pp = {len(plan.actions)}: {why}; valid is 1")
     if model.config.get_text_config().tie_word_embeddings and plan.ranks[0] != plan.ranks[-1]:
         raise UsageError(
             f"parallel.schedule = {plan.name!r} has the embedding on another rank than the head, and this model has one weight "
             "for both (tie_word_embeddings); valid are 'dualpipev' and 'zbv', or tie_word_embeddings = false in model.config"
         )
+    if why := why_whole(model):
+        raise UsageError(f"parallel.pp = {len(plan.actions)}: {why}; valid is 1")
     try:
         for number in {layer.number for stage in partition.layers for layer in stage if not layer.is_whole}:
             cut_in_two(all_layers(model)[number])

@@ -214,7 +214,7 @@ def test_every_family_is_planned(tmp_path: Path, family: str, way: tuple[dict[st
         device={"type": "cuda"},
     )
     if world > 1 and family in IN_ONE_STAGE:
-        with pytest.raises(UsageError, match=r"parallel.pp = 2: the layers of .* hand on .*; valid is 1"):
+        with pytest.raises(UsageError, match=r"parallel.pp = 2: the layers of .* return .*; valid is 1"):
             plan_layers(settings, world)
         return
     plan = plan_layers(settings, world)

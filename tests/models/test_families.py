@@ -6,11 +6,20 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from torch import Tensor, nn
 
 import forebay
 from forebay.memory.overrides import is_managed
-from forebay.models.families import LocalLayers, absent_layers, all_layers, decoder_layers, keep_part, moe_blocks
+from forebay.models.families import (
+    LocalLayers,
+    absent_layers,
+    all_layers,
+    decoder_layers,
+    keep_part,
+    moe_blocks,
+    why_whole,
+)
 from forebay.models.hf_experts import keep_local_experts, uses_forebay
 from forebay.models.router import RouterStats
 from forebay.models.structure import halves_of
@@ -242,6 +251,10 @@ def forward(self, x, mask=None, tokens=7, **kwargs):
         ("", "", "x + self.feed(x), self.choose(x)", None),  # made in the second half
         ("", "x += self.feed(x)", "x", None),  # it would write to what a rerun reads
         ("", "x[0] = self.feed(x)", "x", None),
+        ("", "if mask is None: x += self.feed(x)", "x", None),
+        ("", "residual = x; residual += self.feed(x)", "residual", None),
+        ("", "x.add_(self.feed(x))", "x", None),
+        ("", "residual = x; x = self.feed(x); x += 1", "residual + x", ((), {}, False)),  # of its own
         ("x = x.float()\n    dtype = x.dtype", "", "x + self.feed(x).to(dtype)", None),  # not the dtype that was given
         ("", "", "x + self.feed(x, **kwargs)", None),
     ],
@@ -274,6 +287,32 @@ def test_halves_in_another_dtype_are_refused(tokens: Tensor) -> None:
 @pytest.mark.parametrize("family", IN_ONE_STAGE)
 def test_layers_that_hand_on_more_are_not_taken_apart(family: str) -> None:
     model = on_meta(family, **{k: v * 2 + v[:1] for k, v in MORE_FAMILIES[family][1].items() if k.endswith("_types")})
-    with pytest.raises(ValueError, match=r"hand on .*(topk_indices|several residual streams).*send one tensor"):
+    with pytest.raises(ValueError, match=r"return .*(topk_indices|several residual streams).*send one stream"):
         keep_part(model, [0, 1], True, False)
     assert isinstance(model.model.layers, nn.ModuleList)  # left as it was
+
+
+def test_layers_of_an_encoder_are_none_of_a_decoder() -> None:
+    """Their attention has an argument for a cache as well."""
+    sizes = {
+        "d_model": 16,
+        "encoder_layers": 1,
+        "decoder_layers": 1,
+        "encoder_attention_heads": 2,
+        "decoder_attention_heads": 2,
+    }
+    config = transformers.WhisperConfig(**sizes, encoder_ffn_dim=16, decoder_ffn_dim=16, vocab_size=32, pad_token_id=0)
+    with torch.device("meta"):
+        model = transformers.WhisperForConditionalGeneration(config)
+    assert list(decoder_layers(model.model.encoder)) == []
+
+
+def test_models_that_cannot_be_cut_at_all_are_refused_elsewhere() -> None:
+    """Gemma 4 has two norms beside its layers."""
+    config = transformers.Gemma4TextConfig(
+        hidden_size=32, num_hidden_layers=2, intermediate_size=32, vocab_size=32, head_dim=16, num_attention_heads=2,
+        vocab_size_per_layer_input=32, hidden_size_per_layer_input=8,
+    )  # fmt: skip
+    with torch.device("meta"):
+        assert why_whole(transformers.Gemma4ForCausalLM(config)) == ""
+        assert why_whole(build_tiny("mixtral")) == ""

@@ -345,7 +345,7 @@ def test_layers_that_hand_on_more_have_one_stage() -> None:
         model = build_tiny("glm_moe_dsa", num_hidden_layers=4, indexer_types=["full", "shared"] * 2)
     for rank in range(2):
         with pytest.raises(
-            UsageError, match=r"parallel.pp = 2: .* GlmMoeDsaForCausalLM hand on topk_indices.*; valid is 1"
+            UsageError, match=r"parallel.pp = 2: .* GlmMoeDsaForCausalLM return topk_indices.*; valid is 1"
         ):
             keep_stages(model, make_plan("1f1b", 2, 4), even_partition(4, "1f1b", 2), rank)
 

@@ -28,7 +28,7 @@ from forebay.estimate.fit import planning_error
 from forebay.estimate.layers import plan_layers
 from forebay.estimate.parts import WHOLE_LAYER
 from forebay.estimate.placement import sentences
-from forebay.estimate.plan import Fit, bare_model, fit_run, parameters_of
+from forebay.estimate.plan import SINKS, Fit, bare_model, fit_run, parameters_of
 from forebay.estimate.state import DTYPE_BYTES, Sharing
 from forebay.estimate.trace_cache import TraceCache
 from forebay.models.families import decoder_layers
@@ -383,6 +383,7 @@ class _TrainerRun:
         sums_balance: the load-balancing loss is a part of the loss.
         compiled: Forebay compiles the decoder layers.
         grows: segments of torch's allocator grow.
+        has_sinks: attention has sinks, and runs on flex_attention where Forebay compiles.
     """
 
     arguments: TrainerArguments
@@ -392,6 +393,7 @@ class _TrainerRun:
     sums_balance: bool
     compiled: bool
     grows: bool
+    has_sinks: bool
 
     @staticmethod
     def of(a: TrainerArguments, raw: Mapping[str, Any], world: int) -> _TrainerRun:
@@ -421,7 +423,8 @@ class _TrainerRun:
         attention = a.attn_implementation or hf_io.plain_attention(declared)
         model = {**raw["model"], "dtype": compute, "attention": attention}
         balance = bool(getattr(declared, "output_router_logits", False))
-        return _TrainerRun(a, model, world, loaded, balance, asked.memory.compile, asked.device.expandable_segments)
+        grows, has_sinks = asked.device.expandable_segments, declared.model_type in SINKS
+        return _TrainerRun(a, model, world, loaded, balance, asked.memory.compile, grows, has_sinks)
 
     def config(self, memory: Mapping[str, Any], **model: Any) -> Config:
         """Forebay's configuration of the same steps, which the host launches."""
@@ -445,7 +448,7 @@ class _TrainerRun:
 
     def flex(self) -> dict[str, str]:
         """Attention with sinks where `forebay.manage` replaces it."""
-        given = self.model["attention"] == "eager" and not self.arguments.attn_implementation
+        given = self.has_sinks and not self.arguments.attn_implementation
         return {"attention": "flex"} if self.compiled and given else {}
 
     def fit(self, config: Config, budget: int | None, device: DeviceProfile, auto: int | None = None) -> Fit:

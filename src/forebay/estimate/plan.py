@@ -55,7 +55,7 @@ _SETTINGS: Mapping[str, Any] = {
 }
 """Settings of a bare model, unless an override gives them. Parameters and moments are in float32, sharded over all processes;
 several reduce gradients after each microbatch. `_filled` adds the rest."""
-_SINKS = frozenset({"gpt_oss"})  # families whose attention with sinks runs on flex_attention
+SINKS = frozenset({"gpt_oss"})  # families whose attention with sinks runs on flex_attention
 _SOME_LAYERS = 8  # among which there is one of each kind
 
 
@@ -145,7 +145,7 @@ def _filled(raw: dict[str, Any], source: str, processes: int) -> PlanRequest:
         raw["train"]["sequence"] = chosen["train.sequence"] = longest
     groups = so_far.parallel.replicate * so_far.parallel.pp
     processes = processes or groups * raw.get("parallel", {}).get("ep", 1)
-    flex = str(declared.model_type) in _SINKS and so_far.memory.compile and so_far.device.type != "cpu"
+    flex = str(declared.model_type) in SINKS and so_far.memory.compile and so_far.device.type != "cpu"
     choose("model.attention", "flex" if flex else plain_attention(declared))
     both = gcd(processes // groups, experts_in(declared) or 1)
     both = both if both == 1 or "ep" in raw.get("parallel", {}) or _takes_expert_groups(so_far, declared) else 1

@@ -251,7 +251,8 @@ class LayerTrace:
 
 @dataclass(frozen=True)
 class SharedTables:
-    """Masks and rotary tables: a model makes them before its first layer, and all layers read them.
+    """Masks and rotary tables: a model makes them before its first layer, and all layers read them. Positions that a layer hands
+    to the next one (GLM-5) count as one of them, for all layers.
 
     Attributes:
         events: in the order of a real run; what they do not free is held until all layers have run.

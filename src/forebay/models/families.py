@@ -128,7 +128,10 @@ def decoder_layers(model: nn.Module) -> Iterator[LayerParts]:
             else known.block(f"{path}.{block}", inner)
         )
         if moe is None and halves.given and _has_experts(module):
-            raise _unknown(path, module)  # ERNIE's vision model chooses experts by what else it gives its blocks
+            raise UnknownLayerError(  # ERNIE's vision model, Gemma 4
+                f"{path!r} is a {type(module).__name__}, whose second half reads {', '.join(halves.given)} beside hidden states, "
+                "and has experts that are not called with the output of a router alone"
+            )
         yield LayerParts(path, module, halves, mixer, block, moe)
 
 
@@ -235,19 +238,16 @@ class _Known:
 
 
 def _layer_base(module: nn.Module) -> type[nn.Module] | None:
-    """The transformers class of a decoder layer: one that is given hidden states and a KV cache, or a module of which is given
-    it. None for other modules."""
+    """The transformers class of a decoder layer: one that is given hidden states, and a KV cache or (DeepSeek-V4) the tokens.
+    None for other modules."""
     if not isinstance(module, GradientCheckpointingLayer):
         return None
     base = transformers_base(module)
-    if base is None or "hidden_states" not in inspect.signature(base.forward).parameters:
+    if base is None:
         return None
-    return base if any(map(_takes_a_cache, (module, *module.children()))) else None
-
-
-def _takes_a_cache(module: nn.Module) -> bool:
-    base = transformers_base(module)
-    return base is not None and takes_a_cache(inspect.signature(base.forward).parameters.keys())
+    parameters = inspect.signature(base.forward).parameters.keys()
+    is_decoder = takes_a_cache(parameters) or "input_ids" in parameters
+    return base if "hidden_states" in parameters and is_decoder else None
 
 
 def _main_module(layer: nn.Module, names: Sequence[str]) -> str | None:
@@ -365,13 +365,13 @@ def why_whole(model: Any) -> str:
     """Why a model cannot be cut down to some of its layers; "" if it can, or if its layers are of an unknown kind."""
     try:
         passed = next((parts.halves.passed for parts in decoder_layers(model)), ())
-    except UnknownLayerError:
+        streams = stream_head(model.get_submodule(model.base_model_prefix))
+    except ValueError:  # what cannot be cut at all is refused later, with its reason
         return ""
-    streams = stream_head(model.get_submodule(model.base_model_prefix))
     if not passed and streams is None:
         return ""
     what = " and ".join([*passed, *(["several residual streams"] if streams else [])])
-    return f"the layers of {type(model).__name__} hand on {what}, and stages send one tensor of hidden states"
+    return f"the layers of {type(model).__name__} return {what}, and stages send one stream of hidden states alone"
 
 
 def sublayer_modules(layer: nn.Module, halves: Halves) -> tuple[list[str], list[str]] | None:

@@ -1,7 +1,7 @@
 """Parts of transformers modules, read from the source of their forward methods.
 
 Input: a class. Output: functions that run a part of its forward, statement by statement as the class has it, so that no family
-has to be known by name; None where the source does not have the structure. A decoder layer is cut in two where a single tensor
+has to be known by name; None where the source does not have the structure. A decoder layer is cut in two where a single value
 passes from one half to the other (`halves_of`); a MoE block also returns what its router said, or stops before its experts
 (`routing_of`). Made functions have the file and the line numbers of the original, so tracebacks show the family's own code.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import copy
 import inspect
+import re
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType, FunctionType
@@ -360,7 +361,7 @@ class Halves:
 def halves_of(forward: Any) -> Halves | None:
     """The two halves of a decoder layer's forward.
 
-    The cut comes after a statement that leaves one tensor to all later ones, where these read the fewest parameters: before the
+    The cut comes after a statement that leaves one value to all later ones, where these read the fewest parameters: before the
     mixer, they would read what the model gives its layers. So the mixer is in the first half, and the residual sum.
     """
     source = source_of(forward)
@@ -371,7 +372,7 @@ def halves_of(forward: Any) -> Halves | None:
 
 
 def _cut(source: ForwardSource, at: int) -> Halves | None:
-    """The halves before and after statement `at`; None if more than a tensor passes."""
+    """The halves before and after statement `at`; None if more than one value passes."""
     head, tail = source.tree.body[:at], source.tree.body[at:]
     x = source.tree.args.args[1].arg
     written = _names(*head, context=ast.Store)
@@ -395,16 +396,30 @@ def _cut(source: ForwardSource, at: int) -> Halves | None:
 
 
 def _writes_into(statements: Sequence[ast.stmt], name: str) -> bool:
-    """Whether they change the value of `name` in place, before they give that name to another."""
+    """Whether they change the value of `name` in place, under this name or another one. A view counts as another value."""
+    names = {name}
     for statement in statements:
+        for node in ast.walk(statement):
+            match node:
+                case ast.AugAssign(target) | ast.Assign([ast.Subscript() as target]) if _root(target) in names:
+                    return True
+                case ast.Call(ast.Attribute(ast.Name(changed), method)) if changed in names and re.fullmatch(
+                    "[a-z].*_", method
+                ):
+                    return True
         match statement:
-            case ast.AugAssign(target) | ast.Assign([ast.Subscript() as target]) if name in _names(target):
-                return True
-            case ast.AugAssign(ast.Name(target)) if target == name:
-                return True
-            case ast.Assign() | ast.AnnAssign() if name in _names(statement, context=ast.Store):
-                return False
+            case ast.Assign([ast.Name(other)], ast.Name(same)) if same in names:
+                names.add(other)
+            case ast.Assign() | ast.AnnAssign():
+                names -= _names(statement, context=ast.Store)
     return False
+
+
+def _root(target: ast.expr) -> str:
+    """The name of a variable, or of one of which this is an element or an attribute."""
+    while isinstance(target, (ast.Subscript, ast.Attribute)):
+        target = target.value
+    return target.id if isinstance(target, ast.Name) else ""
 
 
 def _without_passed(tail: list[ast.stmt], written: set[str]) -> tuple[list[ast.stmt], tuple[str, ...]]:

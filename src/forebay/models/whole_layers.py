@@ -1,8 +1,8 @@
 """Decoder layers that are not two sublayers, compiled whole.
 
 Input: a model of transformers, some of whose layers `forebay.models.blocks` cannot cut: attention and MLP side by side (Cohere),
-several residual streams (DeepSeek-V4). Output: the same model, each of whose layers runs as one compiled graph. Its modules are
-called as transformers calls them, so hooks and adapters on them run in the graph.
+routers that hand on their hidden states (Zaya). Output: the same model, each of whose layers runs as one compiled graph. Its
+modules are called as transformers calls them, so hooks and adapters on them run in the graph.
 """
 
 from __future__ import annotations

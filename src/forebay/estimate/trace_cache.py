@@ -33,7 +33,7 @@ MOST_LAYERS = 1024
 @dataclass(frozen=True)
 class ModelFacts:
     """A model on the meta device, its parameter shapes, paths of modules that can be regions, the path of its layers, paths of
-    the sublayers of all layers, in forward order, and the attention counted."""
+    the sublayers of all layers, in forward order, the attention counted, and `why_whole`."""
 
     model: Any
     weights: WeightShapes
@@ -41,6 +41,7 @@ class ModelFacts:
     prefix: str
     sublayers: list[str]
     attention: str
+    whole: str
 
 
 class TraceCache:
@@ -93,13 +94,15 @@ class TraceCache:
                 what = " and no ".join(absent or ["layers of two sublayers"])
                 raise UsageError(f"the layers of this model cannot be planned: {type(base).__name__} has no {what}")
             paths, prefix = tuple(called_paths(model)), layers_path(model)
-            self._facts[key] = ModelFacts(model, weight_shapes(model), paths, prefix, sublayers, attention)
+            self._facts[key] = ModelFacts(
+                model, weight_shapes(model), paths, prefix, sublayers, attention, why_whole(model)
+            )
         return self._facts[key]
 
     def trace(self, config: Config, shape: Shape) -> ModelTrace:
         """The trace of one microbatch. Raises UsageError for a model that cannot be traced, or not be cut into the stages of a
         pipeline, or see `facts`."""
-        if config.parallel.pp > 1 and (why := why_whole(self.facts(config).model)):
+        if config.parallel.pp > 1 and (why := self.facts(config).whole):
             raise UsageError(f"parallel.pp = {config.parallel.pp}: {why}; valid is 1")
         key, shape = _key(config), replace(shape, **self._shape)
         if (key, shape) not in self._traces:

@@ -154,8 +154,8 @@ def _head_forward(self: nn.Linear, hidden: Tensor, targets: Tensor | None = None
 
 
 def logits_scale(model: nn.Module) -> Callable[[Tensor], Tensor]:
-    """What a `*ForCausalLM` does to hidden states before its head: a factor of the logits, as its fused loss has it, or a
-    conversion to the head's dtype, where the family keeps that in float32 (HY-V4 from transformers 5.24 on)."""
+    """What a `*ForCausalLM` does to hidden states before its head: it multiplies them by the factor of its logits, as its fused
+    loss does. Where the family keeps its head in float32 (HY-V4 from transformers 5.24 on), it converts them."""
     family = transformers_base(model)
     source = None if family is None else source_of(family.forward)
     scales = [] if source is None else [statement for statement in source.tree.body if _scales_logits(statement)]

@@ -55,6 +55,8 @@ class LayerArguments:
     def of(self, index: int) -> dict[str, Any]:
         """The keywords of a layer, by its index in `numbers`, for the selected tokens."""
         given = self._given[index]
+        if not self._passed and _TOKENS not in given:
+            return given
         handed = {k: self._handed[v.place] for k, v in given.items() if isinstance(v, _Passed)}
         tokens = {_TOKENS: self._ids} if _TOKENS in given else {}
         return {**given, **handed, **tokens}

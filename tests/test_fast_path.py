@@ -66,6 +66,7 @@ TABLE: list[tuple[dict[str, dict[str, Any]], Facts, tuple[bool, bool, bool, floa
     ({"parallel": {"reduce": "microbatch"}}, TWO, HOST, "parallel.reduce = 'microbatch'"),
     ({}, dataclasses.replace(TWO, family="mixtral"), CAPTURED, "fast path: one CUDA graph"),
     ({}, dataclasses.replace(TWO, family="dbrx"), HOST, "no model of family 'dbrx'"),
+    ({}, dataclasses.replace(TWO, family="afmoe"), CALLED, "no expert groups of family 'afmoe' ran in a graph"),
     ({"parallel": PP}, dataclasses.replace(TWO, family="glm4_moe"), (True, False, False, 0.0), "fast path"),
     ({"model": {"compute": ""}}, TWO, HOST, "host-launched: grouped products in float32"),
     ({"model": {"compute": ""}, "parallel": PP}, dataclasses.replace(TWO, family="gemma2"), HOST, "no model of family 'gemma2'"),

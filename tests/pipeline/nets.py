@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 
 class Dense(nn.Module):
-    dispatcher, experts = None, None
+    dispatcher, experts, back = None, None, None
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Moe(nn.Module):
 
     def __init__(self, dispatcher: TokenDispatcher, store: WeightGradients | None = None) -> None:
         super().__init__()
-        self.dispatcher, self.store = dispatcher, store
+        self.dispatcher, self.store, self.back = dispatcher, store, None
         self.norms, self.qkv = nn.ModuleList([nn.LayerNorm(H), nn.LayerNorm(H)]), nn.Linear(H, 3 * H)
         self.router, self.shared = nn.Linear(H, E), nn.Linear(H, H)
         gate_up, down = torch.randn(E, 2 * INNER, H) * 0.3, torch.randn(E, H, INNER) * 0.3
@@ -77,6 +77,33 @@ class Moe(nn.Module):
         return combine(y_rows, sent.handle, residual).view(x.shape), logits, ids
 
 
+class MoeWithBack(Moe):
+    """Its experts' sums are normed and scaled, and mixed with a second stream that its input makes; it has a mask among what it
+    holds, and a number."""
+
+    def __init__(self, dispatcher: TokenDispatcher, store: WeightGradients | None = None) -> None:
+        super().__init__(dispatcher, store)
+        self.last, self.mix = nn.LayerNorm(H), nn.Linear(H, 1)
+        self.back = self.mixed  # type: ignore[assignment]
+
+    def stage1(self, x: Tensor) -> Any:
+        residual, rows, ids, weights, logits = super().stage1(x)
+        if self.broken == "stage1":
+            raise ArithmeticError("broken")
+        return None, rows, ids, weights, logits, residual, self.mix(rows), rows > 0, x.shape
+
+    def mixed(self, rest: Any, sums: Tensor, residual: Tensor, mix: Tensor, mask: Tensor) -> Tensor:
+        if self.broken == "back":
+            raise ArithmeticError("broken")
+        return (residual + mix.sigmoid() * self.last(sums) * mask).view(rest)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        _, rows, ids, weights, logits, *held, rest = self.stage1(x)
+        sent = dispatch(rows, ids, weights, self.dispatcher)
+        y_rows = self.experts(sent.rows, sent.ids, sent.weights, sent.max_rows)
+        return self.mixed(rest, combine(y_rows, sent.handle), *held), logits, ids
+
+
 def _raise(_: Tensor) -> None:
     raise ArithmeticError("broken")
 
@@ -84,7 +111,7 @@ def _raise(_: Tensor) -> None:
 class Net(nn.Module):
     """Embedding, layers, head; the same weights on every rank but for the experts. A pipeline rank uses its part of it.
 
-    `kinds` has "d" for a dense layer, "m" for an MoE layer.
+    `kinds` has "d" for a dense layer, "m" for an MoE layer, "b" for one with a back.
     """
 
     def __init__(self, dispatcher: TokenDispatcher, kinds: str, tied: bool = False, frozen: bool = False) -> None:
@@ -99,7 +126,7 @@ class Net(nn.Module):
         self.of_head: list[StorageWeakRef] = []
 
     def make(self, kind: str) -> nn.Module:
-        return Dense() if kind == "d" else Moe(self.dispatcher, self.store)
+        return Dense() if kind == "d" else {"m": Moe, "b": MoeWithBack}[kind](self.dispatcher, self.store)
 
     def epilogue(self, x: Tensor, ids: Tensor) -> Tensor:
         normed = self.norm(x)

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from forebay.moe.dispatch import LocalDispatcher, NcclDispatcher
 from tests.helpers import count_handles
-from tests.pipeline.nets import CPU, Dense, E, H, Moe, Net, Overlapped, equal, tokens
+from tests.pipeline.nets import CPU, Dense, E, H, Moe, MoeWithBack, Net, Overlapped, equal, tokens
 from tests.ranks import run_ranks
 
 MIXED = "dmmd"  # dense and MoE layers, dense ones at both ends
@@ -28,7 +28,7 @@ def agrees(net: Net, microbatches: list[Tensor], added: Any = routers, **setting
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 4])
-@pytest.mark.parametrize("kinds", [MIXED, "m", "d", "mmm"])
+@pytest.mark.parametrize("kinds", [MIXED, "m", "d", "mmm", "bmb"])
 def test_one_rank_is_bitwise_plain_autograd(kinds: str, count: int) -> None:
     net = Net(LocalDispatcher(E), kinds)
     assert agrees(net, tokens(count)) and agrees(net, tokens(count), None, weights=net.store)
@@ -60,7 +60,8 @@ def breaks_and_recovers(net: Net, microbatches: list[Tensor]) -> list[bool]:
         return routers(outputs)
 
     step = net.overlapped(routers=breaking)
-    for where, ended in (("stage1", 2), ("experts", 2), ("backward", 3)):
+    backs = [("back", 2)] if isinstance(layer, MoeWithBack) else []
+    for where, ended in (("stage1", 2), ("experts", 2), ("backward", 3), *backs):
         forwards = 0
         with pytest.raises(ArithmeticError):
             step.run(microbatches)
@@ -76,7 +77,7 @@ def two_ranks(rank: int, world: int) -> dict[str, Any]:
     dispatcher = NcclDispatcher(dist.group.WORLD, E)
     handles = count_handles(dispatcher)
     found: dict[str, Any] = {}
-    for kinds, count in ((MIXED, 1), (MIXED, 2), (MIXED, 3), (MIXED, 4), ("mm", 3), ("m", 2)):
+    for kinds, count in ((MIXED, 1), (MIXED, 2), (MIXED, 3), (MIXED, 4), ("mm", 3), ("m", 2), ("bmb", 3)):
         found[f"{kinds} {count}"] = agrees(Net(dispatcher, kinds), tokens(count, rank))
     found["uneven"] = agrees(Net(dispatcher, MIXED), tokens(3, rank, batch=1 + 2 * rank))
     found["tied"] = agrees(Net(dispatcher, MIXED, tied=True), tokens(1, rank))
@@ -91,6 +92,7 @@ def two_ranks(rank: int, world: int) -> dict[str, Any]:
     Net(dispatcher, "mmm").overlapped(routers=counting).run(tokens(3, rank))
     found["handles under way"] = alive == [3, 3, 3] and handles() == 0
     found["exceptions"] = all(breaks_and_recovers(Net(dispatcher, MIXED), tokens(4, rank)))
+    found["of a back"] = all(breaks_and_recovers(Net(dispatcher, "dbd"), tokens(4, rank)))
     return found
 
 

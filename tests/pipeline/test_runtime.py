@@ -26,7 +26,7 @@ from tests.helpers import count_handles, no_collector
 from tests.pipeline.nets import CPU, E, H, K, Moe, Net, equal, like, tokens
 from tests.ranks import run_ranks
 
-KINDS = "mdmmdm"  # six layers, so that stages of every schedule are of unequal size
+KINDS = "bdmbdm"  # six layers, so that stages of every schedule are of unequal size
 COUNT = 6  # microbatches: what every schedule takes on two ranks, and more than are in flight
 COEFFICIENT = 0.3
 GONE = Message("gone", 0, 0)
@@ -44,7 +44,7 @@ class Watched(nn.Module):
 
     def __init__(self, dispatcher: TokenDispatcher) -> None:
         super().__init__()
-        self.dispatcher = dispatcher
+        self.dispatcher, self.back = dispatcher, None
         self.first, self.second = (nn.Parameter(torch.randn(H, H) * H**-0.5) for _ in range(2))
         self.seen: dict[str, StorageWeakRef] = {}
         self.everything: list[StorageWeakRef] = []

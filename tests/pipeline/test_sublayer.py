@@ -120,7 +120,7 @@ class Plain(nn.Module):
         self, dispatcher: TokenDispatcher, width: int, log: list[str], before: Callable[[], None], device: Any = CPU
     ):
         super().__init__()
-        self.dispatcher, self.log, self.before = dispatcher, log, before
+        self.dispatcher, self.log, self.before, self.back = dispatcher, log, before, None
         self.first = nn.Parameter(torch.randn(width, width, device=device) * width**-0.5)
         self.second = nn.Parameter(torch.randn(width, width, device=device) * width**-0.5)
         self.boundary: list[StorageWeakRef] = []

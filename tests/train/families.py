@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tests.models.conftest import CAUSAL_LMS, MORE_FAMILIES, NOT_JUST_ADDED, build_tiny
+from tests.models.conftest import CAUSAL_LMS, MORE_FAMILIES, build_tiny
 
 _VISION = {"glm4v_moe", "glm5_next", "qwen3_vl_moe"}  # no causal language models
 _LOGITS_ONLY = {"jamba"}  # its router returns no ids
@@ -17,8 +17,8 @@ def _model_type(name: str) -> str:
 
 _BY_TYPE = {_model_type(name): name for name in sorted(_ALL)}
 FAMILIES = tuple(_BY_TYPE)
-_WHOLE = {*NOT_JUST_ADDED, "granite", "llama", "mistral", "qwen2", "qwen3"}
-IN_GROUPS = tuple(family for family in FAMILIES if family not in _WHOLE)
+_DENSE = {"granite", "llama", "mistral", "qwen2", "qwen3"}
+IN_GROUPS = tuple(family for family in FAMILIES if family not in _DENSE)
 """Those that expert parallelism takes."""
 
 

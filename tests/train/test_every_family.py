@@ -13,12 +13,14 @@ from forebay.models.router import BIASES
 from forebay.train import hf_io
 from forebay.train.distributed import Mesh
 from forebay.train.trainer import Trainer
+from tests.models.conftest import NOT_JUST_ADDED
 from tests.ranks import run_ranks
 from tests.train.common import config, figures_of, write_text
-from tests.train.families import FAMILIES, fields_of, has_router_loss
+from tests.train.families import FAMILIES, IN_GROUPS, fields_of, has_router_loss
 
 # With factors of embedded tokens and logits, or with layers whose experts' sum is scaled or normed.
 PIPED = ("granite", "granitemoehybrid", "lfm2_moe", "afmoe", "ernie4_5_moe")
+GROUPED = tuple(family for family in NOT_JUST_ADDED if family in IN_GROUPS)
 SCALED = {"granite": {"embedding_multiplier": 2.3, "logits_scaling": 6.0, "residual_multiplier": 0.3}}
 
 
@@ -28,8 +30,10 @@ def trained(
     graph: bool = False,
     compile: bool = False,
     pp: int = 1,
+    ep: int = 1,
     layers: int = 2,
     microbatch: int = 2,
+    overlap: bool | str = "auto",
     **model: Any,
 ) -> tuple[list[tuple[float, ...]], dict[str, float]]:
     """Figures of the steps, and the largest number in each router's bias after them."""
@@ -40,7 +44,7 @@ def trained(
         model={"family": family, "config": sizes, "attention": "eager", **model},
         train={"batch": 4, "microbatch": microbatch, "sequence": 32, "steps": 2, "router_bias_rate": 0.01},
         memory={"graph": graph, "compile": compile},
-        parallel={"overlap": "auto", "reshard": "auto", "capacity_factor": "auto", "pp": pp},
+        parallel={"overlap": overlap, "reshard": "auto", "capacity_factor": "auto", "pp": pp, "ep": ep},
     )
     with Mesh.open(settings) as mesh, Trainer(settings, mesh) as trainer:
         figures = [figures_of(trainer.step(number)) for number in (1, 2)]
@@ -62,10 +66,10 @@ def test_steps_of_every_family_are_those_of_transformers_code(tmp_path: Path, fa
 
 
 @pytest.mark.parametrize("family", ["granitemoe", "ernie4_5_moe"])
-def test_experts_of_an_engine_that_are_not_just_added_are_not_compiled(
+def test_an_engine_compiles_what_is_before_and_after_experts_that_are_not_just_added(
     tmp_path: Path, family: str, no_codegen: None
 ) -> None:
-    """Their weight gradients are deferred, which breaks a graph."""
+    """Not the experts: their weight gradients are deferred, which breaks a graph."""
     write_text(tmp_path)
     engines, moved = trained(tmp_path, family, graph=True, compile=True)
     plain, also_moved = trained(tmp_path, family, compile=True)
@@ -75,10 +79,9 @@ def test_experts_of_an_engine_that_are_not_just_added_are_not_compiled(
 
 
 def test_an_engine_runs_under_hooks_on_all_modules(tmp_path: Path) -> None:
-    """Those of torch's FLOP counter see what a whole MoE block calls, whose router's outputs the loss needs."""
     write_text(tmp_path)
     wanted = trained(tmp_path, "granitemoe", graph=True)
-    with FlopCounterMode(display=False):
+    with FlopCounterMode(display=False), pytest.warns(UserWarning, match="do not see MoE blocks of an engine"):
         assert trained(tmp_path, "granitemoe", graph=True) == wanted
 
 
@@ -120,6 +123,24 @@ def test_pipelines_compute_what_one_process_does(tmp_path: Path) -> None:
     for found in run_ranks(piped, 2, folder):
         for figures, alone in zip(found, wanted, strict=True):
             assert figures == [pytest.approx(step, rel=1e-5) for step in alone]
+
+
+def in_groups(rank: int, world: int, folder: str) -> list[list[list[tuple[float, ...]]]]:
+    """Steps that overlap, and others."""
+    return [
+        [trained(Path(folder), family, ep=world, microbatch=1, overlap=o)[0] for o in (True, False)]
+        for family in GROUPED
+    ]
+
+
+def test_expert_groups_compute_what_one_process_does(tmp_path: Path) -> None:
+    """Tokens travel between the experts and what is done with their sums."""
+    folder = write_text(tmp_path)
+    wanted = [trained(tmp_path, family, microbatch=1, loss="transformers")[0] for family in GROUPED]
+    for found in run_ranks(in_groups, 2, folder):
+        for runs, alone in zip(found, wanted, strict=True):
+            for figures in runs:
+                assert figures == [pytest.approx(step, rel=1e-5) for step in alone]
 
 
 def test_the_page_names_families_in_graphs() -> None:

@@ -164,7 +164,7 @@ def _takes_expert_groups(config: Config, declared: Any) -> bool:
     text.num_hidden_layers = min(text.num_hidden_layers, _SOME_LAYERS)
     section = replace(config.model, attention="eager")
     try:
-        return all(parts.is_added for parts in decoder_layers(skeleton(section, declared)))
+        return all(parts.has_stages for parts in decoder_layers(skeleton(section, declared)))
     except (UsageError, ValueError):
         return True  # what is wrong with the model is said later
 

@@ -18,12 +18,13 @@ import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import _has_any_global_hook
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from forebay.memory.kv_cache import CACHE_ARGUMENTS, is_given_a_cache
@@ -117,6 +118,53 @@ def moe_front(half: Callable[..., Any], block: Callable[..., Any], layer: Any, x
     return Front(residual.view(-1, x.shape[-1]), *routed)
 
 
+def moe_opening(half: Callable[..., Any], block: Callable[..., Any], layer: Any, x: Tensor, **given: Any) -> Any:
+    """Stage 1 of a block that does more with its experts' sums than to add them: (what stage 5 reads, routed).
+
+    Args:
+        half, block: the first functions of `Halves.stages` and `RoutedForward.stages`.
+    """
+    outer, (inner, routed) = half(layer, x, block, **given)
+    return (outer, inner), routed
+
+
+def moe_closing(
+    half: Callable[..., Tensor], block: Callable[..., Any], layer: Any, name: str, live: Any, sums: Tensor
+) -> Tensor:
+    """Stage 5 of such a block: hidden states of the experts' sums [T, H].
+
+    Args:
+        half, block: the second functions of `Halves.stages` and `RoutedForward.stages`.
+        name: of the layer's block.
+        live: of `moe_opening`.
+    """
+    outer, inner = live
+    return half(layer, outer, block(getattr(layer, name), inner, sums))
+
+
+class _Held(NamedTuple):
+    """Stands for a tensor among other values."""
+
+    place: int
+
+
+def _opened(opening: Callable[..., Any], x: Tensor, **given: Any) -> Front:
+    """The result of `moe_opening`, with its tensors apart."""
+    live, (rows, ids, weights, logits) = opening(x, **given)
+    leaves, spec = tree_flatten(live)
+    held = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
+    places = {key: _Held(place) for place, key in enumerate(held)}
+    rest = spec, [places.get(id(leaf), leaf) for leaf in leaves]
+    return Front(None, rows, ids, weights, logits, tuple(held.values()), rest)
+
+
+def _closed(closing: Callable[..., Tensor], rest: Any, sums: Tensor, *held: Tensor) -> Tensor:
+    """`moe_closing` of what `_opened` took apart."""
+    spec, leaves = rest
+    live = tree_unflatten([held[leaf.place] if isinstance(leaf, _Held) else leaf for leaf in leaves], spec)
+    return closing(live, sums)
+
+
 def _plain_or_whole(
     kind: type[nn.Module],
     name: str,
@@ -158,8 +206,8 @@ class SublayerCallSite:
             attention, or (x2, *passed); `call(x2, **given) -> (x3, logits | None, ids | None)` for the MLP; see `Halves`.
         calls: how often a wrapped sublayer was called; stages count one by one.
         light_recompute: see `light_recompute_of`; None for other sublayers.
-        front, experts: stages 1 and 3 of a MoE sublayer in stages, for an engine that runs them by themselves, each with
-            all wrappers. Stage 3 skips the module hooks of the experts.
+        front, experts, back: stages 1, 3 and 5 of a MoE sublayer in stages, for an engine that runs them by themselves, each
+            with all wrappers. Stage 3 skips the module hooks of the experts. See `MoeStages` for which have a stage 5.
         compiled: whether it, or its first stage, is compiled.
     """
 
@@ -172,6 +220,7 @@ class SublayerCallSite:
         light_recompute: Callable[[bool], None] | None = None,
         front: Callable[..., Any] | None = None,
         experts: Callable[..., Any] | None = None,
+        back: Callable[..., Any] | None = None,
         compiled: bool = False,
     ):
         self.path = path
@@ -181,7 +230,7 @@ class SublayerCallSite:
         self.calls = 0
         self.light_recompute = light_recompute
         self.dispatches = front is not None
-        self.call, self.front, self.experts = self._bare = (call, front, experts)
+        self.call, self.front, self.experts, self.back = self._bare = (call, front, experts, back)
 
     def called_modules(self) -> Sequence[nn.Module]:
         """See `forebay.memory.overrides.CallSite.called_modules`."""
@@ -193,6 +242,8 @@ class SublayerCallSite:
         self.call = self._counted(wrapper(self.call))
         if self.front is not None and self.experts is not None:
             self.front, self.experts = self._counted(wrapper(self.front)), self._counted(wrapper(self.experts))
+        if self.back is not None:
+            self.back = self._counted(wrapper(self.back))
 
     def _counted(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def counted(*args: Any, **kwargs: Any) -> Any:
@@ -203,7 +254,7 @@ class SublayerCallSite:
 
     def restore(self) -> None:
         """Undo every `wrap`, and `light_recompute`."""
-        self.call, self.front, self.experts = self._bare
+        self.call, self.front, self.experts, self.back = self._bare
         if self.light_recompute is not None:
             self.light_recompute(False)
 
@@ -324,12 +375,6 @@ class SublayerForward:
                     f"{type(self._layer).__name__} would go on in that: run the model in one dtype"
                 )
         return attended
-
-    @property
-    def routes_whole(self) -> bool:
-        """Whether it has a MoE sublayer that runs whole and returns its router's outputs."""
-        moe = self._parts.moe
-        return moe is not None and self.stages is None and {"logits", "ids"} <= set(moe.routing.outputs)
 
     @property
     def experts(self) -> nn.Module | None:
@@ -493,7 +538,7 @@ class _Maker:
         self._direct = compile
         self._dispatcher = dispatcher
         self._made: dict[tuple[object, ...], Any] = {}
-        functions = (attention_sublayer, moe_sublayer, dense_sublayer, moe_front)
+        functions = (attention_sublayer, moe_sublayer, dense_sublayer, moe_front, moe_opening, moe_closing)
         self._functions: dict[Callable[..., Any], Callable[..., Any]] = {f: f for f in functions}
         if compile:
             self._functions = {f: compile_sublayer(f, attention=f is attention_sublayer) for f in functions}
@@ -511,36 +556,39 @@ class _Maker:
             return site(partial(whole, layer), compiled=self._direct)
         light_recompute = light_recompute_of(moe.experts)
         dispatcher = self._dispatcher
-        if dispatcher is not None and (front := self._front(parts, moe, dispatcher)) is not None:
+        if dispatcher is not None:
+            front, back = self._around_experts(parts, moe)
             experts = partial(_experts, layer, parts.block)
-            stages = MoeStages(front, partial(experts, False), dispatcher)
+            stages = MoeStages(front, partial(experts, False), dispatcher, back)
             # An engine runs stage 3 without the module's hooks: FSDP2's would take the end of stage 3's backward for the end
             # of the step's, and reshard everything. Such an engine has unsharded the parameters itself.
-            return site(stages, light_recompute, front, partial(experts, True), compiled=self._direct)
-        # The experts of an engine may defer weight gradients, which compiled code cannot.
-        direct = self._direct and dispatcher is None
-        function = self._functions[moe_sublayer] if direct else moe_sublayer
-        sublayer = partial(function, self._once(parts.halves.moe, parts.block), self._once(moe.routing.block, direct))
-        if direct:
+            return site(stages, light_recompute, front, partial(experts, True), back, compiled=self._direct)
+        function, routed = self._functions[moe_sublayer], self._once(moe.routing.block, self._direct)
+        sublayer = partial(function, self._once(parts.halves.moe, parts.block), routed)
+        if self._direct:
             return site(partial(with_edge, sublayer, parts.block, layer), light_recompute, compiled=True)
         plain = partial(sublayer, edge=None)  # in eager mode the experts make their own
-        if dispatcher is not None:  # an engine needs the router's outputs, which a call of the block has not
-            return site(partial(plain, layer), light_recompute)
         kind = type(getattr(layer, parts.block))
         return site(partial(_plain_or_whole, kind, parts.block, plain, whole, layer), light_recompute)
 
-    def _front(self, parts: LayerParts, moe: MoeBlock, dispatcher: TokenDispatcher) -> Callable[[Tensor], Front] | None:
-        """Stage 1; None for a block that does more with the experts' sum than to add it, which one process runs whole."""
+    def _around_experts(
+        self, parts: LayerParts, moe: MoeBlock
+    ) -> tuple[Callable[..., Front], Callable[..., Tensor] | None]:
+        """Stages 1 and 5; no stage 5 if the experts' sums are just added."""
+        layer = parts.module
         block, shared = self._once(moe.routing.front, self._direct) or (None, False)
         half = self._once(parts.halves.front, parts.block, shared)
-        if block is None or half is None:
-            if dispatcher.size == 1:
-                return None
-            raise ValueError(
-                f"{parts.block_path!r} ({type(getattr(parts.module, parts.block)).__name__}) does not just add the output of its "
-                "experts to the hidden states: expert parallelism is not supported for it"
-            )
-        return partial(self._functions[moe_front], half, block, parts.module)
+        if block is not None and half is not None:
+            return partial(self._functions[moe_front], half, block, layer), None
+        blocks, halves = self._once(moe.routing.stages, self._direct), self._once(parts.halves.stages, parts.block)
+        if blocks is not None and halves is not None:
+            opening = partial(self._functions[moe_opening], halves[0], blocks[0], layer)
+            closing = partial(self._functions[moe_closing], halves[1], blocks[1], layer, parts.block)
+            return partial(_opened, opening), partial(_closed, closing)
+        raise ValueError(
+            f"{parts.block_path!r} ({type(getattr(layer, parts.block)).__name__}) does not call its experts once between what "
+            "comes before and after them: expert parallelism is not supported for it"
+        )
 
     def _once(self, make: Callable[..., Any], *arguments: Any) -> Any:
         """``make(*arguments)``, a method of a structure, called once."""

@@ -73,12 +73,15 @@ class LayerParts:
         return f"{self.path}.{self.mixer}"
 
     @property
-    def is_added(self) -> bool:
-        """Whether a MoE block's experts only add to the hidden states, as expert parallelism needs; True without experts."""
+    def has_stages(self) -> bool:
+        """Whether what comes before and after a MoE block's experts can run apart, as expert parallelism needs; True without
+        experts."""
         if self.moe is None:
             return True
         front = self.moe.routing.front(direct=False)
-        return front is not None and self.halves.front(self.block, front[1]) is not None
+        if front is not None and self.halves.front(self.block, front[1]) is not None:
+            return True
+        return self.moe.routing.stages(direct=False) is not None and self.halves.stages(self.block) is not None
 
     @property
     def block_path(self) -> str:

@@ -280,6 +280,50 @@ class _Stopped:
         raise _NotAddedError
 
 
+def _around(
+    body: Sequence[ast.stmt], name: str, source: ForwardSource
+) -> tuple[Callable[[str], list[ast.stmt]], list[ast.stmt], str] | None:
+    """The statements before and after the call ``self.<name>(...)``, and the call's arguments.
+
+    Returns:
+        A function that returns the statements before, which return ``(live, TEXT)``; the statements after, which read `_live`,
+        and `_value` for the call; the text of the arguments. None if the call is not evaluated once, or a statement before it
+        returns.
+    """
+    calls = [call for called_name, call in called(body) if called_name == name]
+    at = next((n for n, s in enumerate(body) if name in dict(called([s]))), None)
+    if len(calls) != 1 or at is None:
+        return None
+    here, ahead, following = body[at], list(body[:at]), list(body[at + 1 :])
+    if isinstance(here, ast.If) and name in dict(called(here.body)):  # GraniteMoeHybrid: if self.has_experts
+        branch = [*here.body, *following]
+        found = _around([*ahead, ast.copy_location(ast.Assert(here.test), here), *branch], name, source)
+        return None if _returns(here.orelse) else found
+    parts = [n for n in ast.walk(here) if isinstance(n, _OPTIONAL)]
+    if not isinstance(here, (ast.Assign, ast.Return)) or any(calls[0] in ast.walk(n) for n in parts) or _returns(ahead):
+        return None
+    after = [*rewritten([here], {name: lambda _: "_value"}), *following]
+    names = sorted(_needed(after) & (_names(*ahead, context=ast.Store) | source.parameters))
+    live = "(" + "".join(f"{n}, " for n in names) + ")"
+    # ERNIE 4.5 makes shared experts' results only where it has some.
+    always = _names(*(s for s in ahead if isinstance(s, (ast.Assign, ast.AnnAssign))), context=ast.Store)
+    absent = [f"{n} = None" for n in names if n not in always | source.parameters]
+
+    def before(text: str) -> list[ast.stmt]:
+        returned = ast.copy_location(ast.Return(expression(f"({live}, {text})", here)), here)
+        return [*_statements(absent, here), *ahead, returned]
+
+    unpack = _statements([f"{live} = _live"] if names else [], here)
+    return before, [*unpack, *after], _text([*calls[0].args, *calls[0].keywords])
+
+
+_OPTIONAL = (ast.IfExp, ast.BoolOp, ast.Lambda, ast.ListComp, ast.GeneratorExp, ast.DictComp, ast.SetComp)
+
+
+def _statements(texts: Iterable[str], where: ast.AST) -> list[ast.stmt]:
+    return [ast.copy_location(statement, where) for text in texts for statement in ast.parse(text).body]
+
+
 # --- decoder layers ---------------------------------------------------------------------------------------------------
 
 
@@ -343,6 +387,16 @@ class Halves:
         except _NotAddedError:
             return None
         return None if self.given else self._source.make(stopped.body, self._carried, "_run")
+
+    def stages(self, block: str) -> tuple[FunctionType, FunctionType] | None:
+        """The second half before and after its block: ``f(layer, x2, run, **given) -> (live, run(layer.<block>, ...))``, and
+        ``g(layer, live, y) -> x3``, for the block's result `y`. None: see `_around`."""
+        found = _around(self._tail, block, self._source)
+        if found is None:
+            return None
+        before, after, arguments = found
+        front = before(f"_run(self.{block}, {arguments})")
+        return self._source.make(front, self._carried, "_run", *self.given), self._source.make(after, "_live", "_value")
 
     def calls_once(self, block: str) -> bool:
         """Whether the second half calls the module `block` once, with hidden states and what it was given."""
@@ -492,6 +546,22 @@ class RoutedForward:
         except _NotAddedError:
             return None
         return self._source.make(stopped.body, own=True), stopped.has_rest
+
+    def stages(self, direct: bool) -> tuple[FunctionType, FunctionType] | None:
+        """The forward before and after the experts: ``f(block, x, ...) -> (live, (rows, ids, weights, logits))``, and
+        ``g(block, live, y) -> what the block returns``, for the experts' result `y`.
+
+        None if the router returns no logits, or see `_around`.
+        """
+        body = self._rewritten(direct, None, name_ids=False)
+        found = _around(body, "experts", self._source)
+        if found is None or self._logits == "None":
+            return None
+        before, after, arguments = found
+        return (
+            self._source.make(before(f"({arguments}, {self._logits})"), own=True),
+            self._source.make(after, "_live", "_value"),
+        )
 
     def output(self, logits: Any, ids: Any) -> Any:
         """The router's output without weights, as its hooks get it."""

@@ -116,4 +116,4 @@ def _limits(layers: list[LayerParts]) -> list[str]:
             check_block(parts)
     except ValueError:
         return ["no compile=True", "no expert parallelism"]
-    return [] if all(parts.is_added for parts in layers) else ["no expert parallelism"]
+    return [] if all(parts.has_stages for parts in layers) else ["no expert parallelism"]

@@ -486,8 +486,8 @@ combine_op.register_autograd(_combine_backward, setup_context=_combine_setup)
 class Front(NamedTuple):
     """Output of stage 1: T = B * S tokens of this rank."""
 
-    residual: Tensor
-    """[T, H], x plus the shared experts' output; the routed experts' output is added to it."""
+    residual: Tensor | None
+    """[T, H], x plus the shared experts' output; the routed experts' output is added to it. None where a stage 5 follows."""
     rows: Tensor
     """[T, H], the normed hidden states."""
     ids: Tensor
@@ -496,6 +496,10 @@ class Front(NamedTuple):
     """[T, K] floating."""
     logits: Tensor
     """[T, E], for losses on the router."""
+    held: tuple[Tensor, ...] = ()
+    """What stage 5 reads besides the experts' sums."""
+    rest: Any = None
+    """What it reads that is no tensor."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -506,26 +510,31 @@ class MoeStages:
         2  dispatch   tokens to the ranks of their experts
         3  experts    this rank's experts on the received rows, weighted and summed per row
         4  combine    sums back to their tokens, added to the residual in the same pass
+        5  back       only where the sums are not just added: they are scaled, normed or mixed with residual streams first
 
-    Stages 1 and 3 are plain functions of tensors, which may be compiled or run under saved-tensor hooks. Stages 2 and 4 save
+    Stages 1, 3 and 5 are plain functions of tensors, which may be compiled or run under saved-tensor hooks. Stages 2 and 4 save
     nothing but the handle. Calling this runs the stages in sequence; `forebay.pipeline.runtime` interleaves them with another
     microbatch's. The caller owns the dispatcher.
 
     Attributes:
-        front: x [B, S, H] -> `Front`.
+        front: (x [B, S, H], what else the layer gives it) -> `Front`.
         experts: (rows [R, H], ids [R, K], weights [R, K], max_rows) -> [R, H]; see `forebay.moe.experts.experts`.
         dispatcher: moves tokens between ranks.
+        back: (`Front.rest`, sums [T, H], *`Front.held`) -> hidden states; None where the sums are just added.
     """
 
-    front: Callable[[Tensor], Front]
+    front: Callable[..., Front]
     experts: Callable[[Tensor, Tensor, Tensor, int | None], Tensor]
     dispatcher: TokenDispatcher
+    back: Callable[..., Tensor] | None = None
 
-    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(hidden states [B, S, H], router logits [T, E], ids [T, K])."""
-        residual, rows, ids, weights, logits = self.front(x)
+    def __call__(self, x: Tensor, **given: Any) -> tuple[Tensor, Tensor, Tensor]:
+        """(hidden states like x, router logits [T, E], ids [T, K])."""
+        residual, rows, ids, weights, logits, held, rest = self.front(x, **given)
         sent = dispatch(rows, ids, weights, self.dispatcher)
         y_rows = self.experts(sent.rows, sent.ids, sent.weights, sent.max_rows)
         y = combine(y_rows, sent.handle, residual)
+        if self.back is not None:
+            return self.back(rest, y, *held), logits, ids
         # Not a view for autograd, like the layer's own sum: FSDP2 hooks layers' outputs and warns about views.
         return torch.ops.aten._unsafe_view(y, x.shape), logits, ids

@@ -25,7 +25,6 @@ from forebay.models.fused_loss import head_loss, logits_scale
 from forebay.models.linear_cross_entropy import linear_cross_entropy_into
 from forebay.moe.dispatch import Front, TokenDispatcher
 from forebay.pipeline.arguments import LayerArguments
-from forebay.pipeline.sublayer import RoutedOutput
 from forebay.policy import refuse_containers
 
 
@@ -52,9 +51,9 @@ class CutLayer:
     """A decoder layer, or one of its sublayers (see `only`), as a `forebay.pipeline.sublayer.Layer`.
 
     Attributes:
-        dispatcher: moves the layer's tokens; None for a layer that runs whole: a dense one, or one whose block does more with the
-            sum of its experts than to add it.
+        dispatcher: moves the layer's tokens; None for a layer that runs whole, without experts.
         experts: stage 3 (see `forebay.moe.dispatch.MoeStages`), without the module's hooks; None for a layer that runs whole.
+        back: stage 5; None for a layer that runs whole, or whose experts' sums are just added.
         experts_module: the module whose parameters stage 3 uses.
         regions: paths of the regions that one forward calls, in order.
     """
@@ -69,10 +68,11 @@ class CutLayer:
         self.experts_module: Any = sublayers.experts
         stages = sublayers.stages
         self.dispatcher: TokenDispatcher | None = stages.dispatcher if stages else None
-        mlp = sublayers.mlp.path
-        self.regions = sublayers.attention.path, *([mlp] if stages is None else [mlp, mlp])
-        # Includes the regions that management has installed around it by now.
+        # Both include the regions that management has installed around them by now.
         self.experts: Callable[[Tensor, Tensor, Tensor, int | None], Tensor] | None = sublayers.mlp.experts
+        self.back: Callable[..., Tensor] | None = sublayers.mlp.back
+        calls = 1 if stages is None else 2 if self.back is None else 3
+        self.regions = sublayers.attention.path, *[sublayers.mlp.path] * calls
 
     def check(self) -> None:
         """See `forebay.models.blocks.SublayerForward.check_block`."""
@@ -86,27 +86,24 @@ class CutLayer:
         part._attends, part._feeds = attention, mlp
         part.regions = self.regions[:1] if attention else self.regions[1:]
         if attention:
-            part.dispatcher = part.experts = None
+            part.dispatcher = part.experts = part.back = None
         return part
 
-    def stage1(self, x: Tensor) -> Front:
-        """Attention, norm, router and shared experts; x is [B, S, H]."""
+    def stage1(self, x: Tensor) -> tuple[Any, ...]:
+        """Attention, norm, router and shared experts; x is [B, S, H]. See `forebay.pipeline.sublayer.Layer.stage1`."""
         assert self._sublayers.mlp.front is not None, "a dense layer has no stages"
-        x, _ = self._attended(x)
-        front: Front = self._sublayers.mlp.front(x)
-        self._sublayers.run_router_hooks(front.logits.detach(), front.ids)
-        return front
-
-    def __call__(self, x: Tensor) -> Tensor | RoutedOutput:
-        """[B, S, H] to [B, S, H]; with its router's outputs, if it has one."""
         x, given = self._attended(x)
-        if not self._feeds:
-            return x
-        found, logits, ids = self._sublayers.mlp.call(x, **given)
-        if not self._sublayers.routes_whole:
-            return found  # type: ignore[no-any-return]
-        self._sublayers.run_router_hooks(logits.detach(), ids)
-        return found, logits, ids
+        front: Front = self._sublayers.mlp.front(x, **given)
+        self._sublayers.run_router_hooks(front.logits.detach(), front.ids)
+        *tensors, held, rest = front
+        return tuple(tensors) if self.back is None else (*tensors, *held, rest)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """[B, S, H] to [B, S, H], of a layer without experts."""
+        x, given = self._attended(x)
+        if self._feeds:
+            x, *_ = self._sublayers.mlp.call(x, **given)
+        return x
 
     def _attended(self, x: Tensor) -> tuple[Tensor, dict[str, Any]]:
         """The first sublayer's result, and what the second one is given besides it."""

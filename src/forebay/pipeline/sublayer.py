@@ -9,8 +9,10 @@ tensors that must not be freed yet.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from operator import methodcaller
 from typing import Any, Protocol
 
@@ -102,10 +104,8 @@ class Segment:
         return caught
 
 
-def cut(
-    fn: Callable[..., Tensor | tuple[Tensor, ...]], *inputs: Any, anchor: Tensor | None = None
-) -> tuple[Segment, tuple[Tensor, ...]]:
-    """Run `fn(*inputs)` with a graph of its own. Returns the segment and the detached outputs.
+def cut(fn: Callable[..., Any], *inputs: Any, anchor: Tensor | None = None) -> tuple[Segment, tuple[Any, ...]]:
+    """Run `fn(*inputs)` with a graph of its own. Returns the segment and the outputs, tensors detached.
 
     Floating-point inputs get gradients, whatever their own `requires_grad`; other inputs are passed on unchanged.
 
@@ -124,7 +124,8 @@ def cut(
     del floats
     outputs = fn(*inputs)
     outputs = (outputs,) if isinstance(outputs, Tensor) else tuple(outputs)
-    return Segment(_exit(given, *outputs), given, caught, n_inputs), tuple([t.detach() for t in outputs])
+    root = _exit(given, *[t for t in outputs if isinstance(t, Tensor)])
+    return Segment(root, given, caught, n_inputs), tuple([t.detach() if isinstance(t, Tensor) else t for t in outputs])
 
 
 def _differentiable(value: Any) -> bool:
@@ -156,6 +157,17 @@ class Pending:
             self._context.wait_for(self._number)
         results, self._results, self._context = self._results, (), None
         return results
+
+
+class _Continued(Pending):
+    """Results of a transfer, and a computation on them that runs when they are taken."""
+
+    def __init__(self, before: Pending, then: Callable[..., Tensor]):
+        super().__init__(())
+        self._before, self._then = before, then
+
+    def take(self) -> tuple[Any, ...]:
+        return (self._then(*self._before.take()),)
 
 
 class ExecutionContext:
@@ -265,10 +277,12 @@ class Wire:
         """See `TokenDispatcher.max_rows`."""
         return None if self._local else self._dispatcher.max_rows(handle, rows, slots_per_token)
 
-    def combine(self, y_rows: Tensor, residual: Tensor, handle: Sequence[Tensor], shape: torch.Size) -> Pending:
-        """([B, S, H],) of the given shape: the residual plus each token's rows from all ranks."""
+    def combine(
+        self, y_rows: Tensor, residual: Tensor | None, handle: Sequence[Tensor], shape: tuple[int, ...]
+    ) -> Pending:
+        """([..., H],) of the given shape: the residual, if any, plus each token's rows from all ranks."""
         if self._local:
-            return Pending(((residual + y_rows).view(shape),))
+            return Pending(((y_rows if residual is None else residual + y_rows).view(shape),))
         return self.context.launch(self._sum, y_rows, residual, handle, shape)
 
     def combine_backward(self, dy: Tensor, handle: Sequence[Tensor], n_rows: int) -> Pending:
@@ -284,14 +298,12 @@ class Wire:
         args = d_rows.contiguous(), d_weights.contiguous(), handle, n_tokens, None
         return self.context.launch(self._dispatcher.collect, *args)
 
-    def _sum(self, y_rows: Tensor, residual: Tensor, handle: Sequence[Tensor], shape: torch.Size) -> Tensor:
-        return self._dispatcher.collect(y_rows, None, handle, residual.shape[0], residual)[0].view(shape)
+    def _sum(self, y_rows: Tensor, residual: Tensor | None, handle: Sequence[Tensor], shape: tuple[int, ...]) -> Tensor:
+        return self._dispatcher.collect(y_rows, None, handle, math.prod(shape[:-1]), residual)[0].view(shape)
 
 
 RouterOutputs = list[tuple[Tensor, Tensor]]
 """(logits [T, E], ids [T, K]) of each MoE layer."""
-RoutedOutput = tuple[Tensor, Tensor, Tensor]
-"""Hidden states [B, S, H], logits [T, E] and ids [T, K] of a MoE layer that runs whole."""
 
 
 class Layer(Protocol):
@@ -300,15 +312,18 @@ class Layer(Protocol):
     Attributes:
         dispatcher: moves the layer's tokens; None marks a layer that runs whole.
         experts: (rows [R, H], ids [R, K], weights [R, K], max_rows) -> [R, H]; None for a layer that runs whole.
+        back: (rest, sums [T, H], *held) -> x; None where the experts' sums are just added to a residual.
     """
 
     dispatcher: TokenDispatcher | None
     experts: Callable[[Tensor, Tensor, Tensor, int | None], Tensor] | None
+    back: Callable[..., Tensor] | None
 
-    def stage1(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """x [B, S, H] -> residual [T, H], rows [T, H], ids [T, K], weights [T, K], logits [T, E]; T = B * S."""
+    def stage1(self, x: Tensor) -> tuple[Any, ...]:
+        """x [B, S, H] -> residual [T, H], rows [T, H], ids [T, K], weights [T, K], logits [T, E], and for a `back` its held
+        tensors, and the rest; T = B * S. The residual is None then."""
 
-    def __call__(self, x: Tensor) -> Tensor | RoutedOutput:
+    def __call__(self, x: Tensor) -> Tensor:
         """x -> x, both [B, S, H]; of a layer that runs whole only."""
 
 
@@ -321,7 +336,8 @@ class StagePass:
         forward    front, dispatch >    experts, combine >           front: attention, norm, router, shared experts
         backward   < combine', experts'    < dispatch', weights, front'
 
-    `weights` computes the experts' weight gradients, for which nothing waits, while dispatch' is under way.
+    `weights` computes the experts' weight gradients, for which nothing waits, while dispatch' is under way. A layer's `back` runs
+    with the computation after it, the next layer's front or what ends the forward, and its backward with the one before.
 
     Args:
         layers: in forward order; at least one.
@@ -359,7 +375,7 @@ class StagePass:
 
     def take_router_outputs(self) -> RouterOutputs:
         """Return the router outputs of the MoE layers in forward order; detached, and once."""
-        return [layer.router.pop() for layer in self._layers if layer.router]
+        return [layer.router.pop() for layer in self._layers if isinstance(layer, _MoePass) and layer.router]
 
     def begin_backward(self, dy: Tensor, d_logits: Sequence[Tensor | None] | None = None) -> None:
         """Take the gradients of the output and of the router logits; enqueues the first transfer.
@@ -369,7 +385,7 @@ class StagePass:
             d_logits: one for each of `take_router_outputs`; None for no gradients.
         """
         if d_logits is not None:
-            routed = [layer for layer in self._layers if layer.is_routed]
+            routed = [layer for layer in self._layers if isinstance(layer, _MoePass)]
             for layer, gradient in zip(routed, d_logits, strict=True):
                 layer.d_logits = gradient
         self._layers[-1].begin_backward(dy)
@@ -391,7 +407,7 @@ class StagePass:
 
     def _pass(self, layer: Layer) -> _WholePass | _MoePass:
         if layer.dispatcher is None:
-            return _WholePass(layer, self._context, self._keeps_router)
+            return _WholePass(layer, self._context)
         return _MoePass(layer, Wire(layer.dispatcher, self._context), self._keeps_router, self._weights)
 
 
@@ -401,25 +417,18 @@ class _WholePass:
     output: Pending
     _whole: Segment
 
-    def __init__(self, layer: Layer, context: ExecutionContext, keeps_router: bool):
-        self._layer, self._context, self._keeps_router = layer, context, keeps_router
-        self.is_routed = False
-        self.router: list[tuple[Tensor, Tensor]] = []
-        self.d_logits: Tensor | None = None
+    def __init__(self, layer: Layer, context: ExecutionContext):
+        self._layer, self._context = layer, context
         self.gradient: list[Tensor] = []
 
     def forward(self, x: Pending) -> Iterator[None]:
-        self._whole, (y, *routed) = cut(self._layer, *x.take(), anchor=self._context.anchor)
+        self._whole, (y,) = cut(self._layer, *x.take(), anchor=self._context.anchor)
         self.output = Pending((y,))
-        self.is_routed = bool(routed)
-        if routed and self._keeps_router:
-            self.router.append((routed[0], routed[1]))
-        del y, routed
+        del y
         yield
 
     def begin_backward(self, dy: Tensor) -> None:
-        self._grads = [dy, self.d_logits, None] if self.is_routed else [dy]
-        self.d_logits = None
+        self._grads = [dy]
 
     def backward(self) -> Iterator[None]:
         self.gradient = self._whole.backward(self._grads)
@@ -438,15 +447,17 @@ class _MoePass:
     _traveling: Pending
     _front: Segment
     _experts: Segment
+    _closing: Segment
 
     def __init__(self, layer: Layer, wire: Wire, keeps_router: bool, weights: WeightGradients | None):
         assert layer.experts is not None, "a layer with a dispatcher has experts"
         self._weights, self._deferred_gradients = weights, list[Callable[[], None]]()
-        self._stage1, self._stage3, self._wire = layer.stage1, layer.experts, wire
+        self._stage1, self._stage3, self._back, self._wire = layer.stage1, layer.experts, layer.back, wire
         self._keeps_router = keeps_router
-        self._residual: list[Tensor] = []
+        self._residual: list[Tensor | None] = []
+        self._held: list[tuple[Any, list[Tensor]]] = []  # what `back` reads
         self._dy: list[Tensor] = []
-        self.is_routed = True
+        self._d_held: list[Tensor | None] = []
         self.router: list[tuple[Tensor, Tensor]] = []
         self.d_logits: Tensor | None = None
         self.gradient: list[Tensor] = []
@@ -459,9 +470,15 @@ class _MoePass:
         yield
 
     def begin_backward(self, dy: Tensor) -> None:
-        """Send the gradient of the output, [B, S, H], to the experts' ranks."""
+        """Send the gradient of the output, or of the experts' sums, to the experts' ranks."""
+        if self._back is not None:
+            dy, *found = self._closing.backward([dy])
+            floats = iter(found)
+            self._d_held = [next(floats) if differentiable else None for differentiable in self._differentiable]
+            del found, floats
         dy = dy.reshape(-1, dy.shape[-1]).contiguous()
-        self._dy.append(dy)
+        if self._back is None:
+            self._dy.append(dy)  # the residual's too
         self._traveling = self._wire.combine_backward(dy, self._handle, self._n_rows)
 
     def backward(self) -> Iterator[None]:
@@ -474,10 +491,17 @@ class _MoePass:
         self._run_front_backward(list(self._traveling.take()))
 
     def _run_front(self, x: Tensor) -> None:
-        self._shape = x.shape
-        self._front, (residual, rows, ids, weights, logits) = cut(self._stage1, x, anchor=self._wire.context.anchor)
+        self._front, found = cut(self._stage1, x, anchor=self._wire.context.anchor)
+        residual, rows, ids, weights, logits, *held = found
+        del found
+        self._tokens = rows.shape[0]
+        self._shape = x.shape if self._back is None else rows.shape
         self._traveling = self._wire.dispatch(rows, ids, weights)
         self._residual.append(residual)
+        if self._back is not None:
+            rest = held.pop()
+            self._differentiable = [_differentiable(t) for t in held]
+            self._held.append((rest, held))
         if self._keeps_router:
             self.router.append((logits, ids))
 
@@ -486,6 +510,14 @@ class _MoePass:
         max_rows = self._wire.max_rows(handle, *ids.shape)
         self._experts, (y_rows,) = cut(self._stage3, rows, ids, weights, max_rows, anchor=self._wire.context.anchor)
         self.output = self._wire.combine(y_rows, self._residual.pop(), handle, self._shape)
+        if self._back is not None:
+            self.output = _Continued(self.output, self._run_back)
+
+    def _run_back(self, sums: Tensor) -> Tensor:
+        assert self._back is not None
+        rest, held = self._held.pop()
+        self._closing, (x,) = cut(partial(self._back, rest), sums, *held, anchor=self._wire.context.anchor)
+        return x
 
     def _run_experts_backward(self, grads: list[Tensor]) -> None:
         if self._weights is None or self._weights.pending is not None:  # no store, or the caller defers for longer
@@ -493,11 +525,14 @@ class _MoePass:
         else:
             with self._weights.collecting() as self._deferred_gradients:
                 d_rows, d_weights = self._experts.backward(grads)
-        self._traveling = self._wire.dispatch_backward(d_rows, d_weights, self._handle, self._dy[0].shape[0])
+        self._traveling = self._wire.dispatch_backward(d_rows, d_weights, self._handle, self._tokens)
 
     def _run_front_backward(self, grads: list[Any]) -> None:
-        # In the order of stage 1's outputs: residual, rows, ids, weights, logits.
-        grads[:] = [self._dy.pop(), grads[0], None, grads[1], self.d_logits]
+        # In the order of stage 1's tensors: residual, rows, ids, weights, logits, held.
+        dy: list[Any] = [self._dy.pop()] if self._dy else []
+        grads[:] = [*dy, grads[0], None, grads[1], self.d_logits, *self._d_held]
+        dy.clear()
+        self._d_held.clear()
         self.d_logits = None
         self.gradient = self._front.backward(grads)
 

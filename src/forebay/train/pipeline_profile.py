@@ -25,7 +25,7 @@ from forebay.memory.profiler import StorageNumbers, WeightStorages, plain_parts
 from forebay.pipeline.partition import Partition
 from forebay.pipeline.runtime import Stage
 from forebay.pipeline.schedule import FORWARD, Action, PipelinePlan
-from forebay.pipeline.sublayer import Layer, RoutedOutput
+from forebay.pipeline.sublayer import Layer
 from forebay.policy import format_bytes
 from forebay.train.trainer import Trainer
 
@@ -271,11 +271,12 @@ class _LabeledLayer:
     def __init__(self, layer: Layer, within: Callable[[str], AbstractContextManager[None]]):
         self.dispatcher = layer.dispatcher
         self.experts = layer.experts and _run_within(layer.experts, partial(within, "experts"))
+        self.back = layer.back and _run_within(layer.back, partial(within, "back"))
         self.stage1 = _run_within(layer.stage1, partial(within, "front"))
         self._whole = _run_within(layer, partial(within, "dense"))
 
-    def __call__(self, x: Tensor) -> Tensor | RoutedOutput:
-        found: Tensor | RoutedOutput = self._whole(x)
+    def __call__(self, x: Tensor) -> Tensor:
+        found: Tensor = self._whole(x)
         return found
 
 

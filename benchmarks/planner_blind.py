@@ -46,7 +46,8 @@ from forebay.estimate.trace_cache import TraceCache
 from forebay.policy import RECOMPUTE_MODES, PolicyError
 from forebay.train.hf_io import TESTED as FAMILIES
 
-SPARSE = ("deepseek_v4", "glm_moe_dsa")  # drawn with `--family`: choose the positions that they attend to
+# Drawn with `--family`: two that choose the positions that they attend to, and four that scale or norm the sum of their experts.
+OTHERS = ("deepseek_v4", "glm_moe_dsa", "afmoe", "ernie4_5_moe", "granitemoe", "hy_v3")
 SEVERAL = ("FSDP", "EP", "PP")  # by turns, of `--gpus 4`
 MESHES = ("", "", "EP", "", "", "FSDP", "", "", "EP", "", "", "PP")  # by turns; "" is one GPU
 USUAL = (True, True, False)  # by turns of a mesh in `USUALLY`: whether the keys of the fast path stay "auto"
@@ -150,7 +151,7 @@ class Draw:
         memory = {**self._memory(layers, parallel, compiles), "compile": compiles}
         engine = "pp" in parallel or parallel.get("overlap") is True
         if self.usual:
-            memory["graph"] = rng.choice((AUTO, True)) if family in SPARSE else AUTO
+            memory["graph"] = rng.choice((AUTO, True)) if family in OTHERS else AUTO
         elif "pp" in parallel and not parallel["reshard"] and rng.random() < 0.5:
             memory["graph"] = True
         sections = {
@@ -230,7 +231,7 @@ class Draw:
                 "qk_rope_head_dim": rng.choice((32, 64)),
                 "v_head_dim": rng.choice((64, 128)),
             }
-        if family in ("mixtral", "olmoe"):  # heads divide the hidden size
+        if family in ("mixtral", "olmoe", "granitemoe", "ernie4_5_moe"):  # heads divide the hidden size
             heads = hidden // rng.choice([size for size in (64, 128) if hidden % size == 0])
             groups = rng.choice([n for n in range(1, heads + 1) if heads % n == 0])
             return {"num_attention_heads": heads, "num_key_value_heads": groups}
@@ -256,7 +257,7 @@ class Draw:
         experts = rng.choice(ranges.experts)
         chosen = self._size((1, min(8, experts // 2)))
         width = self._width(ranges.widths)
-        if family in ("mixtral", "gpt_oss"):
+        if family in ("mixtral", "gpt_oss", "granitemoe"):
             return {"num_local_experts": experts, "num_experts_per_tok": chosen, "intermediate_size": width}
         if family == "olmoe":
             return {"num_experts": experts, "num_experts_per_tok": chosen, "intermediate_size": width}
@@ -268,12 +269,22 @@ class Draw:
             found = {"num_experts": experts, "num_experts_per_tok": chosen, "moe_intermediate_size": width}
             first = {"mlp_only_layers": [0]} if layers > 1 and rng.random() < 0.2 else {}
             return {**found, **dense, **first, "norm_topk_prob": True}
+        shared, first_moe = rng.choice((1, 2)), rng.randint(0, min(2, layers - 1))
+        if family == "ernie4_5_moe":
+            found = {"moe_num_experts": experts, "moe_k": chosen, "moe_num_shared_experts": shared, **dense}
+            places = {"moe_layer_start_index": first_moe, "moe_layer_end_index": layers - 1}
+            return {**found, **places, "moe_intermediate_size": width}
+        if family in ("afmoe", "hy_v3"):
+            found = {"num_experts": experts, "num_experts_per_tok": chosen, "num_shared_experts": shared, **dense}
+            kinds = ["dense"] * first_moe + ["sparse"] * (layers - first_moe)
+            places = {"num_dense_layers": first_moe} if family == "afmoe" else {"mlp_layer_types": kinds}
+            return {**found, **places, "moe_intermediate_size": width}
         found = {
             "n_routed_experts": experts,
-            "n_shared_experts": rng.choice((1, 2)),
+            "n_shared_experts": shared,
             "num_experts_per_tok": chosen,
             "moe_intermediate_size": width,
-            "first_k_dense_replace": rng.randint(0, min(2, layers - 1)),
+            "first_k_dense_replace": first_moe,
             "n_group": 1,
             "topk_group": 1,
             **dense,
@@ -438,7 +449,8 @@ def parameters_at_least(entry: Entry) -> int:
 
 def experts_in(config: dict[str, Any]) -> tuple[int, int]:
     """The number of experts and their width."""
-    experts = config.get("num_experts") or config.get("num_local_experts") or config["n_routed_experts"]
+    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    experts = next(config[name] for name in names if name in config)
     return experts, config.get("moe_intermediate_size") or config["intermediate_size"]
 
 
@@ -620,7 +632,7 @@ def main() -> None:
     drawing.add_argument("--gpus", type=int, choices=(2, 4), default=2, help="of a mesh; 4: of all runs")
     drawing.add_argument("--device", choices=LIMITS, default=DEFAULT, help="profile and memory of the GPU")
     drawing.add_argument(
-        "--family", choices=(*FAMILIES, *SPARSE), action="append", help="of all runs; several may be given"
+        "--family", choices=(*FAMILIES, *OTHERS), action="append", help="of all runs; several may be given"
     )
     drawing.add_argument("--tiny", action="store_true", help="small models that a CPU runs")
     running = commands.add_parser("run")

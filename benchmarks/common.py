@@ -278,7 +278,7 @@ def force_routing(
     """Replace each router's choice by a drawn one. Its weights become its own probabilities of that choice.
 
     Args:
-        routers: modules whose forward returns (logits [T, E], weights [T, K], ids [T, K]).
+        routers: modules whose forward returns logits [T, E], weights [T, K] and integer ids [T, K], in any order; E > K.
         draw: makes ids [T, K] from T, E, K and a device; None leaves the router's own choice.
         own_weights: leave the weights of the router's own choice, so that its kernels are those of a run.
     """
@@ -289,14 +289,18 @@ def force_routing(
 def _force(router: Any, draw: Callable[[int, int, int, torch.device], Tensor | None], own_weights: bool) -> None:
     original = router.forward
 
-    def forward(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        logits, weights, ids = original(x)
-        drawn = draw(logits.shape[0], logits.shape[1], ids.shape[1], logits.device)
-        if drawn is None:
-            return logits, weights, ids
-        if own_weights:
-            return logits, weights, drawn
-        return logits, logits.float().softmax(-1).gather(1, drawn).to(weights.dtype), drawn
+    def forward(*args: Any, **kwargs: Any) -> tuple[Tensor, ...]:
+        found = list(original(*args, **kwargs))
+        at = next(place for place, value in enumerate(found) if not value.is_floating_point())
+        widths = {value.shape[1]: place for place, value in enumerate(found) if place != at}
+        logits, chosen = found[widths[max(widths)]], found[at].shape[1]
+        drawn = draw(logits.shape[0], logits.shape[1], chosen, logits.device)
+        if drawn is not None:
+            found[at] = drawn
+            if not own_weights:
+                probabilities = logits.float().softmax(-1).gather(1, drawn)
+                found[widths[chosen]] = probabilities.to(found[widths[chosen]].dtype)
+        return tuple(found)
 
     router.forward = forward
 

@@ -489,7 +489,7 @@ def words_of(entry: Entry) -> str:
     data = entry.gpus // parallel.get("pp", 1)
     words = [
         f"{model['family']} {c['num_hidden_layers']} layers of {c['hidden_size']}",
-        f"{c['num_experts_per_tok']} of {experts} experts of {width}",
+        f"{c.get('num_experts_per_tok') or c['moe_k']} of {experts} experts of {width}",
         f"vocabulary {c['vocab_size']}",
         f"{train['batch'] // data // train['microbatch']} x {train['microbatch']} x {train['sequence']} tokens",
         " ".join(filter(None, (placed, memory.get("recompute"), memory.get("offload")))),

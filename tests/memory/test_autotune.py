@@ -458,7 +458,7 @@ def test_auto_plans_again_within_its_budget_with_the_times_of_graphs() -> None:
 
 
 def test_only_a_call_with_experts_makes_its_largest_item_again() -> None:
-    """An engine calls a MoE sublayer in two stages; one switch turns light recomputation on for both."""
+    """An engine calls a MoE sublayer in two or three stages; one switch turns light recomputation on for all."""
     front = CallFigures(("mlp", 0), (9, 4), 1.0, light_recompute=True, has_experts=False)
     experts = replace(front, key=("mlp", 1), has_experts=True)
     assert (front.largest, front.recompute_frees, front.recompute_seconds) == (-1, 0, 0.0)

@@ -206,8 +206,8 @@ MORE_FAMILIES: dict[str, tuple[str, dict]] = {
     ),
     "solar_open": ("SolarOpenConfig", {**_SHARED, "head_dim": HEAD}),
 }
-# Their experts' output is scaled, normed, or added under a condition.
-NOT_JUST_ADDED = (
+# Their sublayers have a stage 5: the experts' sum is scaled, normed, mixed, or added under a condition.
+WITH_BACK = (
     "afmoe",
     "axk1",
     "deepseek_v4",

@@ -1,16 +1,20 @@
 """Decoder layers as two sublayers give bitwise the layers' results, and leave nothing behind."""
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from forebay.managed import manage
+from forebay.memory.hooks import Manager
 from forebay.memory.overrides import setting
 from forebay.models.blocks import install_sublayers
 from forebay.models.families import has_decoder_layers
 from forebay.models.hf_experts import register
+from forebay.moe.dispatch import LocalDispatcher
 from tests.models.conftest import FAMILIES, HIDDEN, build_tiny, equal, loss_and_gradients
 
 
@@ -198,3 +202,25 @@ def test_router_jitter_is_the_blocks_own_and_refused_in_compiled_sublayers(token
     install_sublayers(model)
     torch.manual_seed(5)
     assert torch.equal(model(tokens).logits, expected)
+
+
+def test_the_experts_alone_make_something_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Light recomputation is of the call that has the experts, not of what an engine calls before and after them."""
+    seen: list[bool] = []
+    original = Manager._run
+
+    def run(
+        self: Any, region: Any, forward: Any, checkpointed: Any, has_experts: bool, *given: Any, **more: Any
+    ) -> Any:
+        seen.append(has_experts)
+        return original(self, region, forward, checkpointed, has_experts, *given, **more)
+
+    monkeypatch.setattr(Manager, "_run", run)
+    model = build_tiny("afmoe")
+    with manage(model, {"*.mlp": "recompute"}, dispatcher=LocalDispatcher(8)) as memory:
+        (site,) = (layer.mlp for layer in memory.sublayers.layers if layer.mlp.back is not None)
+        assert site.front is not None and site.experts is not None and site.back is not None
+        front = site.front(torch.randn(1, 4, HIDDEN))
+        sums = site.experts(front.rows, front.ids, front.weights, None)
+        site.back(front.rest, sums, *front.held)
+    assert seen == [False, True, False]

@@ -4,6 +4,8 @@ Races are provoked on a CPU with simulated streams, whose transfers run as late 
 GPU with late transfers or computations and poisoned memory. Both have controls that break one rule and are caught.
 """
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -13,9 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from forebay.moe.dispatch import Handle, TokenDispatcher
-from forebay.pipeline.sublayer import ExecutionContext, NullStream, cut
+from forebay.moe.dispatch import Handle, LocalDispatcher, TokenDispatcher
+from forebay.pipeline.sublayer import ExecutionContext, NullStream, Pending, StagePass, cut
 from tests.helpers import delayed
+from tests.pipeline import nets
 from tests.pipeline.nets import Overlapped
 
 E, K = 4, 2
@@ -366,3 +369,50 @@ def test_gpu_peak_has_no_boundaries() -> None:
         return torch.cuda.max_memory_allocated() - before
 
     assert peak(5) - peak(1) == pytest.approx(4 * 2 * tokens_ * width * 4, rel=0.05)  # fp32
+
+
+@pytest.mark.parametrize("kind", ["m", "b"])
+def test_a_pass_that_stops_before_its_experts_are_summed_leaves_nothing(kind: str) -> None:
+    """No cycle, which the garbage collector would find later."""
+    (layer,) = nets.Net(LocalDispatcher(nets.E), kind).layers
+    passing = StagePass([layer], ExecutionContext(CPU), False)  # type: ignore[list-item]
+    computations = passing.forward(Pending((torch.randn(1, 8, nets.H),)))
+    next(computations), next(computations)
+    (inside,) = map(weakref.ref, passing._layers)
+    gc.disable()
+    try:
+        computations.close()
+        del passing, computations
+        assert inside() is None
+    finally:
+        gc.enable()
+
+
+class Probe(torch.autograd.Function):
+    """Looks for a storage in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, look: Callable[[], None]) -> Tensor:
+        ctx.look = look
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor) -> tuple[Tensor, None]:
+        ctx.look()
+        return dy * 2, None
+
+
+def test_the_gradient_of_a_back_is_autograds() -> None:
+    """Freed as soon as its first operation has read it."""
+    (layer,) = nets.Net(LocalDispatcher(nets.E), "b").layers
+    seen: list[bool] = []
+    back: Any = layer.back
+    layer.back = lambda *given: Probe.apply(back(*given), lambda: seen.append(dy.expired())) * 3
+    passing = StagePass([layer], ExecutionContext(CPU), False)  # type: ignore[list-item]
+    for _ in passing.forward(Pending((torch.randn(1, 8, nets.H),))):
+        pass
+    (output,) = passing.output.take()
+    grads = [torch.randn_like(output)]
+    dy = StorageWeakRef(grads[0].untyped_storage())
+    passing.begin_backward(grads)
+    assert seen == [True] and passing.output.take() == ()

@@ -13,14 +13,14 @@ from forebay.models.router import BIASES
 from forebay.train import hf_io
 from forebay.train.distributed import Mesh
 from forebay.train.trainer import Trainer
-from tests.models.conftest import NOT_JUST_ADDED
+from tests.models.conftest import WITH_BACK
 from tests.ranks import run_ranks
 from tests.train.common import config, figures_of, write_text
 from tests.train.families import FAMILIES, IN_GROUPS, fields_of, has_router_loss
 
 # With factors of embedded tokens and logits, or with layers whose experts' sum is scaled or normed.
 PIPED = ("granite", "granitemoehybrid", "lfm2_moe", "afmoe", "ernie4_5_moe")
-GROUPED = tuple(family for family in NOT_JUST_ADDED if family in IN_GROUPS)
+GROUPED = tuple(family for family in WITH_BACK if family in IN_GROUPS)
 SCALED = {"granite": {"embedding_multiplier": 2.3, "logits_scaling": 6.0, "residual_multiplier": 0.3}}
 
 

@@ -99,8 +99,8 @@ def test_a_layer_saves_what_one_process_saves(measured: Any, schedule: str) -> N
         assert profile.shared_bytes == TABLES + ids
 
 
-def profiles_of_lfm2(rank: int, world: int, folder: str) -> list[PipelineProfile]:
-    model = {"family": "lfm2_moe", "config": fields_of("lfm2_moe", 4)}
+def profiles_of(rank: int, world: int, folder: str, family: str) -> list[PipelineProfile]:
+    model = {"family": family, "config": fields_of(family, 4)}
     settings = config(folder, model=model, train={"microbatch": 1}, parallel={"pp": 2})
     with Mesh.open(settings) as mesh, Trainer(settings, mesh) as trainer:
         return profile_ranks(trainer)
@@ -108,8 +108,17 @@ def profiles_of_lfm2(rank: int, world: int, folder: str) -> list[PipelineProfile
 
 def test_the_mixer_of_a_layer_is_found_by_any_name(tmp_path: Path) -> None:
     """LFM2's layers are of `conv` and of `self_attn`: what either saves is not its MLP's."""
-    ranks = run_ranks(profiles_of_lfm2, 2, write_text(tmp_path))[0]
+    ranks = run_ranks(profiles_of, 2, write_text(tmp_path), "lfm2_moe")[0]
     assert {p.layer for profile in ranks for p in profile.by_place if p.part == "attention"} == set(range(4))
+
+
+def test_what_follows_the_experts_is_a_part_of_its_own(tmp_path: Path) -> None:
+    """AFMoE norms their sum; its first layer is dense."""
+    ranks = run_ranks(profiles_of, 2, write_text(tmp_path), "afmoe")[0]
+    for profile in ranks:
+        parts = [place.part for place in profile.by_place if place.layer == 2]
+        assert parts in ([], ["attention", "front", "experts", "back"])
+    assert sum(place.part == "back" for profile in ranks for place in profile.by_place) == 3
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

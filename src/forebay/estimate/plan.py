@@ -158,8 +158,8 @@ def _filled(raw: dict[str, Any], source: str, processes: int) -> PlanRequest:
 
 
 def _takes_expert_groups(config: Config, declared: Any) -> bool:
-    """Whether expert parallelism takes the family: its blocks just add what the experts make. Some layers are built on the meta
-    device, which takes milliseconds; all would take a second."""
+    """Whether expert parallelism takes the family: what comes before and after its experts can run apart. Some layers are built
+    on the meta device, which takes milliseconds; all would take a second."""
     text = (declared := copy.deepcopy(declared)).get_text_config()
     text.num_hidden_layers = min(text.num_hidden_layers, _SOME_LAYERS)
     section = replace(config.model, attention="eager")

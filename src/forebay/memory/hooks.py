@@ -333,7 +333,7 @@ class Manager:
         mode = "save-dispatch" if chooses else "full"
 
         def wrapped(forward: Callable[..., Any]) -> Callable[..., Any]:
-            has_experts = region.light is None or forward is not site.front
+            has_experts = region.light is None or (forward is not site.front and forward is not site.back)
             checkpointed = recomputed(forward, mode, site.called_modules, site.module)
             return partial(self._run, region, forward, checkpointed, has_experts)
 

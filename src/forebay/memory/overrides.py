@@ -287,6 +287,8 @@ class CallSite(Protocol):
     """Whether the region may send tokens to other ranks."""
     front: Callable[..., Any] | None
     """What an engine calls before the experts of a MoE sublayer; None if the region is one call."""
+    back: Callable[..., Any] | None
+    """What it calls after them, if anything."""
     calls: int
     """How often the region was called."""
 
@@ -308,6 +310,7 @@ class ModuleCallSite:
         self.light_recompute = light_recompute
         self.dispatches = True  # what a whole module does is not known
         self.front: Callable[..., Any] | None = None
+        self.back: Callable[..., Any] | None = None
         self.calls = 0
         self._remove: list[Callable[[], None]] = []
 

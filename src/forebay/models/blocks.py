@@ -118,7 +118,7 @@ def moe_front(half: Callable[..., Any], block: Callable[..., Any], layer: Any, x
     return Front(residual.view(-1, x.shape[-1]), *routed)
 
 
-def moe_opening(half: Callable[..., Any], block: Callable[..., Any], layer: Any, x: Tensor, **given: Any) -> Any:
+def moe_cut_front(half: Callable[..., Any], block: Callable[..., Any], layer: Any, x: Tensor, **given: Any) -> Any:
     """Stage 1 of a block that does more with its experts' sums than to add them: (what stage 5 reads, routed).
 
     Args:
@@ -128,7 +128,7 @@ def moe_opening(half: Callable[..., Any], block: Callable[..., Any], layer: Any,
     return (outer, inner), routed
 
 
-def moe_closing(
+def moe_back(
     half: Callable[..., Tensor], block: Callable[..., Any], layer: Any, name: str, live: Any, sums: Tensor
 ) -> Tensor:
     """Stage 5 of such a block: hidden states of the experts' sums [T, H].
@@ -136,21 +136,21 @@ def moe_closing(
     Args:
         half, block: the second functions of `Halves.stages` and `RoutedForward.stages`.
         name: of the layer's block.
-        live: of `moe_opening`.
+        live: of `moe_cut_front`.
     """
     outer, inner = live
     return half(layer, outer, block(getattr(layer, name), inner, sums))
 
 
 class _Held(NamedTuple):
-    """Stands for a tensor among other values."""
+    """The index of a tensor in `Front.held`, in its place among other values."""
 
     place: int
 
 
-def _opened(opening: Callable[..., Any], x: Tensor, **given: Any) -> Front:
-    """The result of `moe_opening`, with its tensors apart."""
-    live, (rows, ids, weights, logits) = opening(x, **given)
+def _front_of(cut_front: Callable[..., Any], x: Tensor, **given: Any) -> Front:
+    """The result of `moe_cut_front`, with its tensors apart."""
+    live, (rows, ids, weights, logits) = cut_front(x, **given)
     leaves, spec = tree_flatten(live)
     held = {id(leaf): leaf for leaf in leaves if isinstance(leaf, Tensor)}
     places = {key: _Held(place) for place, key in enumerate(held)}
@@ -158,11 +158,11 @@ def _opened(opening: Callable[..., Any], x: Tensor, **given: Any) -> Front:
     return Front(None, rows, ids, weights, logits, tuple(held.values()), rest)
 
 
-def _closed(closing: Callable[..., Tensor], rest: Any, sums: Tensor, *held: Tensor) -> Tensor:
-    """`moe_closing` of what `_opened` took apart."""
+def _back_of(back: Callable[..., Tensor], rest: Any, sums: Tensor, *held: Tensor) -> Tensor:
+    """`moe_back` of what `_front_of` took apart."""
     spec, leaves = rest
     live = tree_unflatten([held[leaf.place] if isinstance(leaf, _Held) else leaf for leaf in leaves], spec)
-    return closing(live, sums)
+    return back(live, sums)
 
 
 def _plain_or_whole(
@@ -208,7 +208,7 @@ class SublayerCallSite:
         light_recompute: see `light_recompute_of`; None for other sublayers.
         front, experts, back: stages 1, 3 and 5 of a MoE sublayer in stages, for an engine that runs them by themselves, each
             with all wrappers. Stage 3 skips the module hooks of the experts. See `MoeStages` for which have a stage 5.
-        compiled: whether it, or its first stage, is compiled.
+        compiled: whether it, or its stages but the experts, are compiled.
     """
 
     def __init__(
@@ -502,12 +502,12 @@ def install_sublayers(model: nn.Module, compile: bool = False, dispatcher: Token
         model: a transformers model, or any module that has supported decoder layers below it.
         compile: compile the sublayers. Shapes are static: another batch shape compiles once more.
         dispatcher: run the MoE sublayers in the stages of expert parallelism. The experts modules must hold this rank's
-            experts. Only stage 1 is compiled then; the experts are called as modules.
+            experts. Only stages 1 and 5 are compiled then; the experts are called as modules.
 
     Raises:
         ValueError: no decoder layer, one that is not two sublayers, or one with a replaced forward; with `compile` or
             `dispatcher` also a MoE block that cannot be spelled out; with `dispatcher`, experts that are not Forebay's, are of
-            another number, or have their sum scaled.
+            another number, or are not called once between what comes before and after them.
         RuntimeError: `compile` without a compiler for the model's device.
     """
     layers = list(decoder_layers(model))
@@ -538,7 +538,7 @@ class _Maker:
         self._direct = compile
         self._dispatcher = dispatcher
         self._made: dict[tuple[object, ...], Any] = {}
-        functions = (attention_sublayer, moe_sublayer, dense_sublayer, moe_front, moe_opening, moe_closing)
+        functions = (attention_sublayer, moe_sublayer, dense_sublayer, moe_front, moe_cut_front, moe_back)
         self._functions: dict[Callable[..., Any], Callable[..., Any]] = {f: f for f in functions}
         if compile:
             self._functions = {f: compile_sublayer(f, attention=f is attention_sublayer) for f in functions}
@@ -582,9 +582,9 @@ class _Maker:
             return partial(self._functions[moe_front], half, block, layer), None
         blocks, halves = self._once(moe.routing.stages, self._direct), self._once(parts.halves.stages, parts.block)
         if blocks is not None and halves is not None:
-            opening = partial(self._functions[moe_opening], halves[0], blocks[0], layer)
-            closing = partial(self._functions[moe_closing], halves[1], blocks[1], layer, parts.block)
-            return partial(_opened, opening), partial(_closed, closing)
+            front = partial(self._functions[moe_cut_front], halves[0], blocks[0], layer)
+            back = partial(self._functions[moe_back], halves[1], blocks[1], layer, parts.block)
+            return partial(_front_of, front), partial(_back_of, back)
         raise ValueError(
             f"{parts.block_path!r} ({type(getattr(layer, parts.block)).__name__}) does not call its experts once between what "
             "comes before and after them: expert parallelism is not supported for it"

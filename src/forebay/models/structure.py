@@ -2,7 +2,7 @@
 
 Input: a class. Output: functions that run a part of its forward, statement by statement as the class has it, so that no family
 has to be known by name; None where the source does not have the structure. A decoder layer is cut in two where a single value
-passes from one half to the other (`halves_of`); a MoE block also returns what its router said, or stops before its experts
+passes from one half to the other (`halves_of`); a MoE block also returns what its router said, or is cut in two at its experts
 (`routing_of`). Made functions have the file and the line numbers of the original, so tracebacks show the family's own code.
 """
 
@@ -12,7 +12,7 @@ import ast
 import copy
 import inspect
 import re
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType, FunctionType
 from typing import Any
@@ -281,14 +281,18 @@ class _Stopped:
 
 
 def _around(
-    body: Sequence[ast.stmt], name: str, source: ForwardSource
+    body: Sequence[ast.stmt], name: str, given: Collection[str]
 ) -> tuple[Callable[[str], list[ast.stmt]], list[ast.stmt], str] | None:
     """The statements before and after the call ``self.<name>(...)``, and the call's arguments.
 
+    Args:
+        given: local variables that there are before the first statement.
+
     Returns:
         A function that returns the statements before, which return ``(live, TEXT)``; the statements after, which read `_live`,
-        and `_value` for the call; the text of the arguments. None if the call is not evaluated once, or a statement before it
-        returns.
+        and `_value` for the call; the text of the arguments. Live are all variables that these read; one that is only set under
+        a condition is None without it. None if the call may run never or several times, if a statement before it returns, or if
+        one after it writes into what is live.
     """
     calls = [call for called_name, call in called(body) if called_name == name]
     at = next((n for n, s in enumerate(body) if name in dict(called([s]))), None)
@@ -296,18 +300,20 @@ def _around(
         return None
     here, ahead, following = body[at], list(body[:at]), list(body[at + 1 :])
     if isinstance(here, ast.If) and name in dict(called(here.body)):  # GraniteMoeHybrid: if self.has_experts
-        branch = [*here.body, *following]
-        found = _around([*ahead, ast.copy_location(ast.Assert(here.test), here), *branch], name, source)
-        return None if _returns(here.orelse) else found
+        missing = f"if not ({ast.unparse(here.test)}): raise RuntimeError('a block without experts has no stages')"
+        branch = [*ahead, *_statements([missing], here), *here.body, *following]
+        return None if _returns(here.orelse) else _around(branch, name, given)
     parts = [n for n in ast.walk(here) if isinstance(n, _OPTIONAL)]
     if not isinstance(here, (ast.Assign, ast.Return)) or any(calls[0] in ast.walk(n) for n in parts) or _returns(ahead):
         return None
     after = [*rewritten([here], {name: lambda _: "_value"}), *following]
-    names = sorted(_needed(after) & (_names(*ahead, context=ast.Store) | source.parameters))
+    needed = _needed(after)
+    names = sorted(needed & {*_set_in(ahead), *given})
+    if needed & _defined_in(ahead) or any(_writes_into(after, n) for n in (*names, "_value")):
+        return None
     live = "(" + "".join(f"{n}, " for n in names) + ")"
     # ERNIE 4.5 makes shared experts' results only where it has some.
-    always = _names(*(s for s in ahead if isinstance(s, (ast.Assign, ast.AnnAssign))), context=ast.Store)
-    absent = [f"{n} = None" for n in names if n not in always | source.parameters]
+    absent = [f"{n} = None" for n in names if n not in {*_always_set_in(ahead), *given}]
 
     def before(text: str) -> list[ast.stmt]:
         returned = ast.copy_location(ast.Return(expression(f"({live}, {text})", here)), here)
@@ -317,6 +323,39 @@ def _around(
     return before, [*unpack, *after], _text([*calls[0].args, *calls[0].keywords])
 
 
+def _set_in(nodes: Iterable[ast.AST]) -> Iterator[str]:
+    """Variables that are set, but those of comprehensions, which are their own."""
+    for node in nodes:
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+        if not isinstance(node, (ast.comprehension, *_SCOPES)):
+            yield from _set_in(ast.iter_child_nodes(node))
+
+
+def _always_set_in(statements: Iterable[ast.stmt]) -> set[str]:
+    """Variables that assignments set, which no condition surrounds."""
+    found: set[str] = set()
+    for statement in statements:
+        if isinstance(statement, ast.Assign):
+            found |= _names(*statement.targets, context=ast.Store)
+        elif isinstance(statement, ast.AnnAssign) and statement.value is not None:
+            found |= _names(statement.target, context=ast.Store)
+    return found
+
+
+def _defined_in(statements: Iterable[ast.stmt]) -> set[str]:
+    """Names that are bound otherwise than by an assignment or a loop."""
+    found: set[str] = set()
+    for node in (n for top in statements for n in ast.walk(top)):
+        match node:
+            case ast.Import(names) | ast.ImportFrom(names=names):
+                found |= {(alias.asname or alias.name).partition(".")[0] for alias in names}
+            case ast.FunctionDef(name=str(name)) | ast.ClassDef(name=str(name)) | ast.ExceptHandler(name=str(name)):
+                found.add(name)
+    return found
+
+
+_SCOPES = (ast.Lambda, ast.FunctionDef, ast.ClassDef)
 _OPTIONAL = (ast.IfExp, ast.BoolOp, ast.Lambda, ast.ListComp, ast.GeneratorExp, ast.DictComp, ast.SetComp)
 
 
@@ -391,7 +430,7 @@ class Halves:
     def stages(self, block: str) -> tuple[FunctionType, FunctionType] | None:
         """The second half before and after its block: ``f(layer, x2, run, **given) -> (live, run(layer.<block>, ...))``, and
         ``g(layer, live, y) -> x3``, for the block's result `y`. None: see `_around`."""
-        found = _around(self._tail, block, self._source)
+        found = _around(self._tail, block, {self._carried, *self.given})
         if found is None:
             return None
         before, after, arguments = found
@@ -554,7 +593,7 @@ class RoutedForward:
         None if the router returns no logits, or see `_around`.
         """
         body = self._rewritten(direct, None, name_ids=False)
-        found = _around(body, "experts", self._source)
+        found = _around(body, "experts", self._source.parameters)
         if found is None or self._logits == "None":
             return None
         before, after, arguments = found

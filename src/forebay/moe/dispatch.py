@@ -497,16 +497,16 @@ class Front(NamedTuple):
     logits: Tensor
     """[T, E], for losses on the router."""
     held: tuple[Tensor, ...] = ()
-    """What stage 5 reads besides the experts' sums."""
+    """Tensors that stage 5 reads besides the experts' sums."""
     rest: Any = None
-    """What it reads that is no tensor."""
+    """All else that it reads: in which structure the tensors are, and values such as shapes."""
 
 
 @dataclass(frozen=True, eq=False)
 class MoeStages:
     """The MoE sublayer of one decoder layer in stages, so that communication can overlap with other work.
 
-        1  front      norm, router, shared experts
+        1  front      norm, router, and shared experts if the family calls them before its experts, else they are in stage 5
         2  dispatch   tokens to the ranks of their experts
         3  experts    this rank's experts on the received rows, weighted and summed per row
         4  combine    sums back to their tokens, added to the residual in the same pass

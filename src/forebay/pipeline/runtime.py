@@ -387,11 +387,13 @@ class _RuntimeStep:
     def _backward(self, stage: int, microbatch: int) -> Iterator[None]:
         """Stops when the first transfer is enqueued, and then after each computation of a layer."""
         here = (stage, microbatch)
-        dy, *total = self._packets.pop(Message("B", stage, microbatch))
+        packet = self._packets.pop(Message("B", stage, microbatch))
+        dy, total = [packet[0]], packet[1:]
+        del packet
         passing = self._passes.pop(here)
         d_logits = None
         if self._runtime.balance is not None:
-            d_logits = self._runtime.balance.gradients(self._kept.pop(here), tuple(total))
+            d_logits = self._runtime.balance.gradients(self._kept.pop(here), total)
         passing.begin_backward(dy, d_logits)
         del dy, d_logits
         yield

@@ -164,10 +164,13 @@ class _Continued(Pending):
 
     def __init__(self, before: Pending, then: Callable[..., Tensor]):
         super().__init__(())
-        self._before, self._then = before, then
+        self._waiting = [(before, then)]
 
     def take(self) -> tuple[Any, ...]:
-        return (self._then(*self._before.take()),)
+        if not self._waiting:
+            return ()
+        before, then = self._waiting.pop()
+        return (then(*before.take()),)
 
 
 class ExecutionContext:
@@ -377,18 +380,18 @@ class StagePass:
         """Return the router outputs of the MoE layers in forward order; detached, and once."""
         return [layer.router.pop() for layer in self._layers if isinstance(layer, _MoePass) and layer.router]
 
-    def begin_backward(self, dy: Tensor, d_logits: Sequence[Tensor | None] | None = None) -> None:
+    def begin_backward(self, grads: list[Tensor], d_logits: Sequence[Tensor | None] | None = None) -> None:
         """Take the gradients of the output and of the router logits; enqueues the first transfer.
 
         Args:
-            dy: [B, S, H].
+            grads: of the output, [B, S, H], alone. The list is emptied.
             d_logits: one for each of `take_router_outputs`; None for no gradients.
         """
         if d_logits is not None:
             routed = [layer for layer in self._layers if isinstance(layer, _MoePass)]
             for layer, gradient in zip(routed, d_logits, strict=True):
                 layer.d_logits = gradient
-        self._layers[-1].begin_backward(dy)
+        self._layers[-1].begin_backward(grads)
 
     def backward(self) -> Iterator[None]:
         """Run the layers' backwards, last layer first; leaves `gradient`.
@@ -400,7 +403,7 @@ class StagePass:
             yield from layer.backward()
             if not self._layers:
                 break
-            self._layers[-1].begin_backward(layer.gradient.pop())
+            self._layers[-1].begin_backward(layer.gradient)
             del layer
             yield
         self.gradient = layer.gradient
@@ -427,8 +430,8 @@ class _WholePass:
         del y
         yield
 
-    def begin_backward(self, dy: Tensor) -> None:
-        self._grads = [dy]
+    def begin_backward(self, grads: list[Tensor]) -> None:
+        self._grads = [grads.pop()]
 
     def backward(self) -> Iterator[None]:
         self.gradient = self._whole.backward(self._grads)
@@ -439,23 +442,23 @@ class _MoePass:
     """One microbatch in an MoE layer.
 
     Dispatch and combine keep no tensors but the handle. Between two stops the pass holds only tensors that still have a
-    reader: the residual until it is combined, and dy, its gradient, until the front's backward. Lists that are popped hand a
-    tensor over without a second reference.
+    reader: the residual until it is combined, or what stage 5 reads until that runs, and their gradients until the front's
+    backward. Lists that are popped hand a tensor over without a second reference.
     """
 
     output: Pending
     _traveling: Pending
     _front: Segment
     _experts: Segment
-    _closing: Segment
 
     def __init__(self, layer: Layer, wire: Wire, keeps_router: bool, weights: WeightGradients | None):
         assert layer.experts is not None, "a layer with a dispatcher has experts"
         self._weights, self._deferred_gradients = weights, list[Callable[[], None]]()
-        self._stage1, self._stage3, self._back, self._wire = layer.stage1, layer.experts, layer.back, wire
+        self._stage1, self._stage3, self._stage5, self._wire = layer.stage1, layer.experts, layer.back, wire
         self._keeps_router = keeps_router
         self._residual: list[Tensor | None] = []
-        self._held: list[tuple[Any, list[Tensor]]] = []  # what `back` reads
+        self._held: list[tuple[Any, list[Tensor]]] = []  # what stage 5 reads besides the sums
+        self._back: list[Segment] = []  # of stage 5
         self._dy: list[Tensor] = []
         self._d_held: list[Tensor | None] = []
         self.router: list[tuple[Tensor, Tensor]] = []
@@ -469,17 +472,19 @@ class _MoePass:
         self._run_experts(*self._traveling.take())
         yield
 
-    def begin_backward(self, dy: Tensor) -> None:
+    def begin_backward(self, grads: list[Tensor]) -> None:
         """Send the gradient of the output, or of the experts' sums, to the experts' ranks."""
-        if self._back is not None:
-            dy, *found = self._closing.backward([dy])
-            floats = iter(found)
-            self._d_held = [next(floats) if differentiable else None for differentiable in self._differentiable]
-            del found, floats
-        dy = dy.reshape(-1, dy.shape[-1]).contiguous()
-        if self._back is None:
-            self._dy.append(dy)  # the residual's too
-        self._traveling = self._wire.combine_backward(dy, self._handle, self._n_rows)
+        if self._back:
+            grads[:] = self._back.pop().backward(grads)
+            d_sums, floats = grads.pop(0), iter(grads)
+            self._d_held = [next(floats) if is_float else None for is_float in self._held_floats]
+            grads.clear()
+            d_sums = d_sums.contiguous()
+        else:
+            dy = grads.pop()
+            d_sums = dy.reshape(-1, dy.shape[-1]).contiguous()
+            self._dy.append(d_sums)  # the residual's too
+        self._traveling = self._wire.combine_backward(d_sums, self._handle, self._n_rows)
 
     def backward(self) -> Iterator[None]:
         """Leaves the input's `gradient`. The last stop is the caller's: the next layer's transfer comes before it."""
@@ -495,12 +500,12 @@ class _MoePass:
         residual, rows, ids, weights, logits, *held = found
         del found
         self._tokens = rows.shape[0]
-        self._shape = x.shape if self._back is None else rows.shape
+        self._shape = x.shape if self._stage5 is None else rows.shape
         self._traveling = self._wire.dispatch(rows, ids, weights)
         self._residual.append(residual)
-        if self._back is not None:
+        if self._stage5 is not None:
             rest = held.pop()
-            self._differentiable = [_differentiable(t) for t in held]
+            self._held_floats = [_differentiable(t) for t in held]
             self._held.append((rest, held))
         if self._keeps_router:
             self.router.append((logits, ids))
@@ -510,14 +515,10 @@ class _MoePass:
         max_rows = self._wire.max_rows(handle, *ids.shape)
         self._experts, (y_rows,) = cut(self._stage3, rows, ids, weights, max_rows, anchor=self._wire.context.anchor)
         self.output = self._wire.combine(y_rows, self._residual.pop(), handle, self._shape)
-        if self._back is not None:
-            self.output = _Continued(self.output, self._run_back)
-
-    def _run_back(self, sums: Tensor) -> Tensor:
-        assert self._back is not None
-        rest, held = self._held.pop()
-        self._closing, (x,) = cut(partial(self._back, rest), sums, *held, anchor=self._wire.context.anchor)
-        return x
+        if self._stage5 is not None:
+            # Not a method: the output of a step that stops here would hold the pass that holds it.
+            then = partial(_run_back, self._stage5, *self._held.pop(), self._back, self._wire.context)
+            self.output = _Continued(self.output, then)
 
     def _run_experts_backward(self, grads: list[Tensor]) -> None:
         if self._weights is None or self._weights.pending is not None:  # no store, or the caller defers for longer
@@ -528,13 +529,27 @@ class _MoePass:
         self._traveling = self._wire.dispatch_backward(d_rows, d_weights, self._handle, self._tokens)
 
     def _run_front_backward(self, grads: list[Any]) -> None:
-        # In the order of stage 1's tensors: residual, rows, ids, weights, logits, held.
+        # In the order of stage 1's tensors: residual (without a stage 5), rows, ids, weights, logits, held.
         dy: list[Any] = [self._dy.pop()] if self._dy else []
         grads[:] = [*dy, grads[0], None, grads[1], self.d_logits, *self._d_held]
         dy.clear()
         self._d_held.clear()
         self.d_logits = None
         self.gradient = self._front.backward(grads)
+
+
+def _run_back(
+    stage5: Callable[..., Tensor],
+    rest: Any,
+    held: list[Tensor],
+    segments: list[Segment],
+    context: ExecutionContext,
+    sums: Tensor,
+) -> Tensor:
+    """Stage 5 of a layer; its segment joins `segments`."""
+    segment, (x,) = cut(partial(stage5, rest), sums, *held, anchor=context.anchor)
+    segments.append(segment)
+    return x  # type: ignore[no-any-return]
 
 
 def has_experts(layer: Layer) -> bool:

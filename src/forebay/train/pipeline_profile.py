@@ -30,9 +30,9 @@ from forebay.policy import format_bytes
 from forebay.train.trainer import Trainer
 
 # In the order of the forward. "dense": all of a layer without experts but its attention; "front": norm, router and shared
-# experts of a layer with experts, and "experts" on the rows they are sent; "head": last norm, head and loss, freed when its
-# forward is over.
-_PARTS = ("embedding", "attention", "dense", "front", "experts", "head")
+# experts of a layer with experts, "experts" on the rows they are sent, and "back" what some families do with their sums;
+# "head": last norm, head and loss, freed when its forward is over.
+_PARTS = ("embedding", "attention", "dense", "front", "experts", "back", "head")
 
 
 class Place(NamedTuple):

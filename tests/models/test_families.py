@@ -11,6 +11,7 @@ import transformers
 from torch import Tensor, nn
 
 import forebay
+from forebay.memory.overrides import is_managed
 from forebay.models.families import (
     LocalLayers,
     absent_layers,
@@ -20,9 +21,9 @@ from forebay.models.families import (
     moe_blocks,
     why_whole,
 )
-from forebay.models.hf_experts import uses_forebay
+from forebay.models.hf_experts import keep_local_experts, uses_forebay
 from forebay.models.router import RouterStats
-from forebay.models.structure import halves_of, routing_of
+from forebay.models.structure import RoutedForward, halves_of, routing_of
 from forebay.moe.dispatch import LocalDispatcher
 from tests.helpers import no_warnings
 from tests.models.conftest import (
@@ -165,6 +166,19 @@ def test_every_family_is_managed_in_full(family: str, tokens: Tensor) -> None:
     if family in WITH_BACK and family != "ernie4_5_moe":  # the gradient of ERNIE's router is added in another order
         assert equal(staged, plain)
     assert equal(loss_and_gradients(model, tokens), expected)
+
+
+def test_experts_that_are_not_called_between_two_parts_have_no_groups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No family is refused. What refuses one leaves no layer managed, nor the dense ones before it."""
+    monkeypatch.setattr(RoutedForward, "stages", lambda *_: None)
+    model: Any = build_tiny("afmoe")
+    dispatcher = LocalDispatcher(moe_blocks(model)[0].experts.num_experts)  # type: ignore[arg-type]
+    assert [parts.has_stages for parts in decoder_layers(model)] == [True, False]
+    dispatcher.size = 2
+    keep_local_experts(model, dispatcher)
+    with pytest.raises(ValueError, match="does not call its experts once between what comes before and after them"):
+        forebay.manage(model, "keep", dispatcher=dispatcher)
+    assert not [name for name, module in model.named_modules() if is_managed(module)]
 
 
 def test_routers_that_return_other_things(tokens: Tensor) -> None:

@@ -557,7 +557,7 @@ class _Maker:
         light_recompute = light_recompute_of(moe.experts)
         dispatcher = self._dispatcher
         if dispatcher is not None:
-            front, back = self._around_experts(parts, moe)
+            front, back = self._around_experts(parts)
             experts = partial(_experts, layer, parts.block)
             stages = MoeStages(front, partial(experts, False), dispatcher, back)
             # An engine runs stage 3 without the module's hooks: FSDP2's would take the end of stage 3's backward for the end
@@ -571,24 +571,19 @@ class _Maker:
         kind = type(getattr(layer, parts.block))
         return site(partial(_plain_or_whole, kind, parts.block, plain, whole, layer), light_recompute)
 
-    def _around_experts(
-        self, parts: LayerParts, moe: MoeBlock
-    ) -> tuple[Callable[..., Front], Callable[..., Tensor] | None]:
+    def _around_experts(self, parts: LayerParts) -> tuple[Callable[..., Front], Callable[..., Tensor] | None]:
         """Stages 1 and 5; no stage 5 if the experts' sums are just added."""
-        layer = parts.module
-        block, shared = self._once(moe.routing.front, self._direct) or (None, False)
-        half = self._once(parts.halves.front, parts.block, shared)
-        if block is not None and half is not None:
-            return partial(self._functions[moe_front], half, block, layer), None
-        blocks, halves = self._once(moe.routing.stages, self._direct), self._once(parts.halves.stages, parts.block)
-        if blocks is not None and halves is not None:
-            front = partial(self._functions[moe_cut_front], halves[0], blocks[0], layer)
-            back = partial(self._functions[moe_back], halves[1], blocks[1], layer, parts.block)
-            return partial(_front_of, front), partial(_back_of, back)
-        raise ValueError(
-            f"{parts.block_path!r} ({type(getattr(layer, parts.block)).__name__}) does not call its experts once between what "
-            "comes before and after them: expert parallelism is not supported for it"
-        )
+        layer, made, found = parts.module, self._functions, parts.stages(self._direct, self._once)
+        if found is None:
+            raise ValueError(
+                f"{parts.block_path!r} ({type(getattr(layer, parts.block)).__name__}) does not call its experts once between "
+                "what comes before and after them: expert parallelism is not supported for it"
+            )
+        if found.back is None:
+            return partial(made[moe_front], *found.front, layer), None
+        front = partial(made[moe_cut_front], *found.front, layer)
+        back = partial(made[moe_back], *found.back, layer, parts.block)
+        return partial(_front_of, front), partial(_back_of, back)
 
     def _once(self, make: Callable[..., Any], *arguments: Any) -> Any:
         """``make(*arguments)``, a method of a structure, called once."""

@@ -9,9 +9,10 @@ what remains keeps its names.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from operator import call
+from typing import Any, NamedTuple
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -19,7 +20,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from forebay.memory.kv_cache import takes_a_cache
 from forebay.memory.overrides import is_managed, is_patched
-from forebay.models.structure import Halves, RoutedForward, called_before, halves_of, own_function, routing_of
+from forebay.models.forward_source import own_function
+from forebay.models.structure import Halves, RoutedForward, called_before, halves_of, routing_of
 
 
 class UnknownLayerError(ValueError):
@@ -38,6 +40,17 @@ class MoeBlock:
     """The module that holds the experts' weights, inside any adapter."""
     routing: RoutedForward
     """Has the name of the router. Look it up at each call: it may be replaced."""
+
+
+class Stages(NamedTuple):
+    """Functions before and after the experts of a MoE layer: one of the layer and one of its block each.
+
+    Those of `Halves.stages` and `RoutedForward.stages`; or, where the experts' sums are just added, `Halves.front` and
+    `RoutedForward.front`, with nothing after them.
+    """
+
+    front: tuple[Callable[..., Any], Callable[..., Any]]
+    back: tuple[Callable[..., Any], Callable[..., Any]] | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,16 +85,27 @@ class LayerParts:
     def attention_path(self) -> str:
         return f"{self.path}.{self.mixer}"
 
+    def stages(self, direct: bool, once: Callable[..., Any] = call) -> Stages | None:
+        """What comes before and after the experts of a MoE layer, as functions. None if they cannot run apart.
+
+        Args:
+            direct: see `RoutedForward.front`.
+            once: calls a method of a structure, or has its earlier result.
+        """
+        assert self.moe is not None, "a dense layer has no stages"
+        routing, halves = self.moe.routing, self.halves
+        block, shared = once(routing.front, direct) or (None, False)
+        half = once(halves.front, self.block, shared)
+        if block is not None and half is not None:
+            return Stages((half, block), None)
+        blocks, around = once(routing.stages, direct), once(halves.stages, self.block)
+        return None if blocks is None or around is None else Stages(*zip(around, blocks, strict=True))
+
     @property
     def has_stages(self) -> bool:
         """Whether what comes before and after a MoE block's experts can run apart, as expert parallelism needs; True without
         experts."""
-        if self.moe is None:
-            return True
-        front = self.moe.routing.front(direct=False)
-        if front is not None and self.halves.front(self.block, front[1]) is not None:
-            return True
-        return self.moe.routing.stages(direct=False) is not None and self.halves.stages(self.block) is not None
+        return self.moe is None or self.stages(direct=False) is not None
 
     @property
     def block_path(self) -> str:

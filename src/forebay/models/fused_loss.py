@@ -22,8 +22,8 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 from forebay.memory.overrides import InnerForward, install, is_managed, is_outermost, is_patched
 from forebay.models.families import transformers_base
+from forebay.models.forward_source import called, expression, rewritten, source_of
 from forebay.models.linear_cross_entropy import linear_cross_entropy
-from forebay.models.structure import called, expression, rewritten, source_of
 
 
 def install_fused_loss(model: nn.Module, in_eval: bool = False) -> Callable[[], None]:
@@ -154,8 +154,9 @@ def _head_forward(self: nn.Linear, hidden: Tensor, targets: Tensor | None = None
 
 
 def logits_scale(model: nn.Module) -> Callable[[Tensor], Tensor]:
-    """What a `*ForCausalLM` does to hidden states before its head: it multiplies them by the factor of its logits, as its fused
-    loss does. Where the family keeps its head in float32 (HY-V4 from transformers 5.24 on), it converts them."""
+    """A function for the hidden states that a `*ForCausalLM` gives its head. It multiplies them by the factor of the logits, if
+    the family has one, as the fused loss does. For a head that stays in float32 (HY-V4 from transformers 5.24 on), it converts
+    them."""
     family = transformers_base(model)
     source = None if family is None else source_of(family.forward)
     scales = [] if source is None else [statement for statement in source.tree.body if _scales_logits(statement)]

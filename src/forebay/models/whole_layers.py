@@ -20,7 +20,7 @@ from forebay.memory.overrides import ForwardFn, InnerForward, install
 from forebay.models.blocks import collected_outputs
 from forebay.models.compile import check_compiler, compile_sublayer
 from forebay.models.families import whole_layers
-from forebay.models.structure import own_function
+from forebay.models.forward_source import own_function
 
 # transformers passes them on to layers, which do not read them. The number of targets is another one in each step, and would
 # compile anew.

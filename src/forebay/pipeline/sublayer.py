@@ -530,9 +530,8 @@ class _MoePass:
 
     def _run_front_backward(self, grads: list[Any]) -> None:
         # In the order of stage 1's tensors: residual (without a stage 5), rows, ids, weights, logits, held.
-        dy: list[Any] = [self._dy.pop()] if self._dy else []
-        grads[:] = [*dy, grads[0], None, grads[1], self.d_logits, *self._d_held]
-        dy.clear()
+        grads[:] = [*self._dy, grads[0], None, grads[1], self.d_logits, *self._d_held]
+        self._dy.clear()
         self._d_held.clear()
         self.d_logits = None
         self.gradient = self._front.backward(grads)

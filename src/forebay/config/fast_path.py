@@ -38,16 +38,13 @@ GRAPH_NODES = 500_000
 138 and 300 MB for 4 x 8, 16 x 16 and 48 x 16 layers and microbatches. Each takes 12 ms of a slow host to capture."""
 MOST_NODES = 1 << 30
 """Bytes of nodes that a graph may have on one process."""
-# The families whose experts' sum is scaled, normed or mixed before it is added. Expert groups of theirs ran on CPUs only.
-_WITH_BACK = (
-    *"afmoe axk1 deepseek_v4 ernie4_5_moe flex_olmo granitemoe granitemoe_swa granitemoehybrid granitemoeshared".split(),
-    *"hy_v3 hy_v4 laguna".split(),
-)
-# Those of tests/train/test_every_family_gpu.py: with attention and experts whose sum is added; with other mixers; dense ones.
+# Those of tests/train/test_every_family_gpu.py: with attention and experts whose sum is added; whose sum is scaled, normed or
+# mixed before; with other mixers; dense ones.
 FAMILIES = (
     *"axk2 deepseek_v2 deepseek_v3 deepseek_v32 dots1 exaone_moe glm4_moe glm4_moe_lite glm_moe_dsa gpt_oss".split(),
     *"hunyuan_v1_moe mellum mimo_v2_flash minimax_m2 mixtral olmoe qwen2_moe qwen3_moe solar_open".split(),
-    *_WITH_BACK,
+    *"afmoe axk1 deepseek_v4 ernie4_5_moe flex_olmo granitemoe granitemoe_swa granitemoehybrid granitemoeshared".split(),
+    *"hy_v3 hy_v4 laguna".split(),
     *"kimi_linear lfm2_moe qwen3_5_moe_text qwen3_next".split(),
     *"granite llama mistral qwen2 qwen3".split(),
 )
@@ -325,8 +322,6 @@ def _model_obstacles(c: Config, facts: Facts) -> Iterator[str]:
 
 def _mesh_obstacles(c: Config, facts: Facts) -> Iterator[str]:
     p = c.parallel
-    if p.ep > 1 and facts.family in _WITH_BACK:
-        yield f"no expert groups of family {facts.family!r} ran in a graph; {_BESIDE}"
     if p.ep > 1 and p.pp > 1:
         yield f"pipelines of expert groups ran in a graph with even routing only; {_BESIDE}"
     if p.ep > 1 and p.replicate > 1:

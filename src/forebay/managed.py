@@ -219,8 +219,9 @@ def manage(
             BudgetError. Other policies take none.
         compile: compile the sublayers of the decoder layers, or whole layers that are not two sublayers, so that autograd saves
             fewer tensors.
-        attention: ``"flex"`` runs attention with sinks (GPT-OSS), which transformers runs eagerly, on torch's compiled
-            `flex_attention`, with `compile` and on a GPU; all other attention stays the model's own. None leaves all of it.
+        attention: ``"flex"`` runs attention with sinks, which transformers runs eagerly, on fused kernels, with `compile` and on
+            a GPU: torch's compiled `flex_attention` (GPT-OSS), or Forebay's own where transformers does not run a family on that
+            (DeepSeek-V4, HY-V4, MiMo-V2). All other attention stays the model's own. None leaves all of it.
         experts: ``"forebay"`` for experts that save few tensors for backward, None to leave the model's own.
         loss: ``"fused"`` for the loss that never holds ``[tokens, vocabulary]`` and returns no logits, in training mode;
             ``"fused-always"`` in `eval()` as well, with an error for a model whose loss is not supported; None to leave the

@@ -18,11 +18,12 @@ from transformers.masking_utils import create_causal_mask, create_sliding_window
 import forebay
 from forebay.models import compile as compile_module
 from forebay.models import sinks
+from forebay.models.masked_attention import under_dense_mask
 from forebay.models.sinks import BlockMasks, MaskRequest, has_eager_sinks, sink_attention
 from forebay.models.structure import sinks_of
 from forebay.policy import PolicyError
 from tests.helpers import saved_storages, storage_bytes
-from tests.models.conftest import HEAD, HEADS, HIDDEN, KV_HEADS, build_tiny, equal, loss_and_gradients
+from tests.models.conftest import HEAD, HEADS, HIDDEN, KV_HEADS, VOCABULARY, build_tiny, equal, loss_and_gradients
 
 BF16, FP32 = 2, 4
 WINDOW = 8  # of the tiny models
@@ -308,6 +309,74 @@ def test_a_dense_mask_runs_eagerly_and_says_so(flex_on_cpu, tokens):
             loss_and_gradients(model, tokens, attention_mask=mask)
 
 
+DENSE = ("deepseek_v4", "hy_v4", "mimo_v2_flash")  # families whose masks stay dense
+
+
+def scores_saved(model, tokens: Tensor, **options: object) -> int:
+    """How many saved tensors have a score of each head, query and key, or more."""
+    batch, length = tokens.shape
+    with forebay.manage(model, compile=True, loss=None, **options), saved_storages(*model.parameters()) as saved:
+        model(tokens, labels=tokens)
+    rows = batch, model.config.num_attention_heads, length
+    return sum(t.shape[:3] == rows and t.shape[-1] >= length for t in saved.values())
+
+
+@pytest.mark.parametrize("family", DENSE)
+def test_families_under_dense_masks_train_as_their_own_and_are_given_back(flex_on_cpu, family):
+    """Also padded; bitwise the same when recomputed or offloaded, and no scores are saved."""
+    model = build_tiny(family)
+    ids = torch.randint(1, VOCABULARY, (2, 70), generator=torch.Generator().manual_seed(2))
+    padding = torch.ones_like(ids)
+    # Some layers of MiMo-V2 have no sinks: transformers gives queries without keys the mean of all values.
+    padding[0, slice(40, None) if family == "mimo_v2_flash" else slice(33)] = 0
+    expected = loss_and_gradients(model, ids)
+    padded = loss_and_gradients(model, ids, attention_mask=padding)
+    with forebay.manage(model, compile=True, loss=None) as memory:
+        assert memory.sublayers.layers[-1].masks is not None
+        got = loss_and_gradients(model, ids)
+        assert close(got, expected) and equal(loss_and_gradients(model, ids), got)
+        assert close(loss_and_gradients(model, ids, attention_mask=padding), padded)
+        independent = copy.deepcopy(model)
+    assert equal(loss_and_gradients(model, ids), expected) and equal(loss_and_gradients(independent, ids), expected)
+    for policy in ("recompute", "offload"):
+        with forebay.manage(model, policy, compile=True, loss=None):
+            assert equal(loss_and_gradients(model, ids), got)
+    assert not scores_saved(model, ids) and scores_saved(model, ids, attention=None)
+
+
+@pytest.mark.parametrize("family", DENSE)
+def test_caches_and_attention_weights_of_dense_masks_run_the_models_own(flex_on_cpu, tokens, family):
+    model = build_tiny(family).eval()
+    with torch.inference_mode():
+        expected = model(tokens, output_attentions=True)
+        words = model.generate(tokens[:, :4], max_new_tokens=3, do_sample=False, use_cache=True)
+        with forebay.manage(model, compile=True, loss=None):
+            got = model(tokens, output_attentions=True)
+            assert close([got.logits, *got.attentions], [expected.logits, *expected.attentions])
+            again = model.generate(tokens[:, :4], max_new_tokens=3, do_sample=False, use_cache=True)
+            assert close([model(tokens).logits], [expected.logits])
+    assert torch.equal(again, words)
+
+
+def test_what_the_kernels_do_not_take_runs_eagerly():
+    """Dropout, wider heads, no mask, and one for each head."""
+    q, k, mask = torch.randn(1, 2, 5, 16), torch.randn(1, 1, 5, 16), torch.zeros(1, 1, 5, 5)
+    called: list[object] = []
+
+    def eager(*args: object, **kwargs: object) -> str:
+        called.append(kwargs["dropout"])
+        return "eager"
+
+    attend = under_dense_mask(eager)
+    wide = torch.randn(1, 1, 5, 600)
+    for given, dropout in (((q, k, k, mask), 0.5), ((wide, wide, wide, mask), 0.0), ((q, k, k, None), 0.0)):
+        assert attend(torch.nn.Identity(), *given, scaling=0.25, dropout=dropout) == "eager" and called.pop() == dropout
+    assert attend(torch.nn.Identity(), q, k, k, mask.expand(1, 2, 5, 5), scaling=0.25) == "eager"
+    called.clear()
+    out, weights = attend(torch.nn.Identity(), q, k, k, mask)
+    assert out.shape == (1, 5, 2, 16) and weights is None and not called
+
+
 def test_who_keeps_the_attention_of_the_model(flex_on_cpu, monkeypatch):
     def managed(model, **options: object) -> bool:
         with forebay.manage(model, compile=True, loss=None, **options) as memory:
@@ -321,7 +390,7 @@ def test_who_keeps_the_attention_of_the_model(flex_on_cpu, monkeypatch):
     assert not managed(chosen) and chosen.config._attn_implementation == "flex_attention"
     with forebay.manage(build_tiny("gpt_oss"), loss=None) as memory:  # uncompiled
         assert memory.sublayers.layers[0].masks is None
-    with pytest.warns(UserWarning, match="attention_dropout is 0.1, which flex_attention does not have"):
+    with pytest.warns(UserWarning, match="attention_dropout is 0.1, which the fused kernels do not have"):
         assert not managed(build_tiny("gpt_oss", attention_dropout=0.1))
     monkeypatch.setattr(sinks, "_TRAINS_ON", ("cuda",))
     assert not managed(build_tiny("gpt_oss"))
@@ -336,7 +405,7 @@ def test_sinks_are_found_in_the_source():
     assert all(map(has_eager_sinks, attention.values()))
     assert not has_eager_sinks(build_tiny("qwen3_moe").model.layers[0].self_attn)
     flexible = sinks_of(type(attention["gpt_oss"]).forward)
-    assert flexible is not None and "_attend" in flexible.__code__.co_varnames
+    assert flexible is not None and "_choose" in flexible.__code__.co_varnames
     assert not transformers.MiMoV2FlashForCausalLM._supports_flex_attn
 
 
@@ -370,8 +439,6 @@ def test_on_the_gpu_bf16_is_no_worse_than_eager(length, window, heads):
 @pytest.mark.gpu
 def test_on_the_gpu_a_model_trains_placements_change_no_bit_and_it_saves_the_floor():
     """GPT-OSS with heads of 64, a window, and an odd length."""
-    from tests.models.conftest import VOCABULARY
-
     model = build_tiny("gpt_oss", torch.bfloat16, head_dim=64, sliding_window=128).cuda()
     ids = torch.randint(1, VOCABULARY, (2, 1001), generator=torch.Generator().manual_seed(2)).cuda()
     expected = loss_and_gradients(model.float(), ids)

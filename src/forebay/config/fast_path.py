@@ -312,8 +312,6 @@ def _model_obstacles(c: Config, facts: Facts) -> Iterator[str]:
         yield "model.config.router_jitter_noise draws random numbers in MoE blocks, whose parts a graph's step calls"
     if (m.experts, m.loss) != ("forebay", "fused") or m.attention not in ("sdpa", "eager", "flex"):
         yield "it needs model.experts = 'forebay', model.loss = 'fused' and model.attention = 'sdpa', 'eager' or 'flex'"
-    if m.attention == "flex" and facts.processes > 1:
-        yield f"model.attention = 'flex' ran in a graph on one GPU only; {_BESIDE}"
     if c.memory.precision != "exact" and facts.processes > 1:
         yield f"memory.precision = {c.memory.precision!r} ran in a graph on one GPU only"
     if c.parallel.reduce != "step":

@@ -51,7 +51,7 @@ class Model:
     )
     attention: str = key(
         "sdpa",
-        "Attention implementation. 'flex' is for attention with sinks (GPT-OSS): torch's flex_attention; eager without a GPU.",
+        "Attention implementation. 'flex' runs attention with sinks (as GPT-OSS has) on fused kernels; eager without a GPU.",
         choices=("sdpa", "eager", "flex", "flash_attention_2", "flash_attention_3"),
     )
     experts: str = key("forebay", "Implementation of the experts.", choices=("forebay", "transformers"))

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from forebay.models.families import transformers_base
+from forebay.models.masked_attention import under_dense_mask
 from forebay.models.sinks import has_eager_sinks
 from forebay.models.structure import sinks_of
 
@@ -77,12 +78,19 @@ def _compiled_dropout(x: Tensor, p: float = 0.5, training: bool = True, inplace:
     return nn.functional.dropout(x, p, training, inplace) if training and p else x.clone()
 
 
-def fuse_sinks(model: nn.Module) -> None:
-    """Replace attention with sinks that transformers runs eagerly; see `forebay.models.sinks`."""
+def fuse_sinks(model: Any) -> bool:
+    """Replace attention with sinks that transformers runs eagerly; see `forebay.models.sinks`.
+
+    Returns:
+        Whether layers are given no dense masks then.
+    """
+    flex: bool = model._supports_flex_attn
     for module in model.modules():
         base = transformers_base(module)
-        if base is not None and has_eager_sinks(module) and (flex := sinks_of(base.forward)) is not None:
-            module.forward = partial(flex, module, _sink_attention)  # type: ignore[method-assign]
+        if base is not None and has_eager_sinks(module) and (attended := sinks_of(base.forward)) is not None:
+            choose = (lambda _: _sink_attention) if flex else under_dense_mask
+            module.forward = partial(attended, module, choose)
+    return flex
 
 
 def _sink_attention(

@@ -592,6 +592,42 @@ def _window_attention_backward(
     return [OpCost("attention_backward", flops, 4 * _bytes(q) + 2 * (_bytes(k) + _bytes(v)))]
 
 
+_MASKED_KEYS = 64
+"""Keys of a tile of `forebay.kernels.masked_attention`."""
+_MASKED_SLOWER = 2.5
+"""How many times as long as flash attention it takes for a FLOP."""
+
+
+def _masked_pairs(q: Tensor, k: Tensor, window: int) -> int:
+    """Pairs that `forebay.kernels.masked_attention` computes: tiles of keys that a window reaches, or half of as many keys as
+    there are queries; and half of the others, which were made of tokens before."""
+    batch, heads, length, _ = q.shape
+    others = max(0, k.shape[2] - length)
+    near = min(length // 2, window + _MASKED_KEYS) if window else length // 2
+    return batch * heads * length * (near + others // 2)
+
+
+def _masked_attention(
+    tally: Tally, q: Tensor, k: Tensor, v: Tensor | None, mask: Tensor, sinks: Tensor | None, scale: float, window: int
+) -> list[OpCost]:
+    """`forebay.models.masked_attention`: two products."""
+    values = k if v is None else v
+    flops = _MASKED_SLOWER * 2 * _masked_pairs(q, k, window) * (q.shape[-1] + values.shape[-1])
+    return [OpCost("attention", int(flops), 2 * _bytes(q) + _bytes(k) + _bytes(values) + 2 * _bytes(mask))]
+
+
+def _masked_attention_backward(
+    tally: Tally, dy: Tensor, q: Tensor, k: Tensor, v: Tensor | None, mask: Tensor, *rest: Any
+) -> list[OpCost]:
+    """Three products for queries, three for keys, and two for values, which make the scores again."""
+    values, window = k if v is None else v, rest[-1]
+    widths = 5 * q.shape[-1] + 3 * values.shape[-1]
+    flops = _MASKED_SLOWER * 2 * _masked_pairs(q, k, window) * widths
+    return [
+        OpCost("attention_backward", int(flops), 4 * _bytes(q) + 2 * (_bytes(k) + _bytes(values)) + 6 * _bytes(mask))
+    ]
+
+
 def _all_to_all(tally: Tally, tensor: Tensor, *_: Any) -> list[OpCost]:
     """Rows [R, H] that ranks send each other; a rank's own share does not leave it."""
     rows = tally.received if tally.received is not None else tensor.shape[0]
@@ -605,6 +641,8 @@ _OPAQUE: Mapping[str, Callable[..., list[OpCost]]] = {
     "forebay.experts.default": _experts,
     "forebay.experts_backward.default": _experts_backward,
     "forebay.experts_weight_backward.default": _weight_backward,
+    "forebay.masked_attention.default": _masked_attention,
+    "forebay.masked_attention_backward.default": _masked_attention_backward,
     "forebay.linear_cross_entropy.default": _cross_entropy,
     "forebay.dispatch.default": _all_to_all,
     "forebay.combine.default": _all_to_all,

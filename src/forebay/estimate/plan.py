@@ -55,7 +55,8 @@ _SETTINGS: Mapping[str, Any] = {
 }
 """Settings of a bare model, unless an override gives them. Parameters and moments are in float32, sharded over all processes;
 several reduce gradients after each microbatch. `_filled` adds the rest."""
-SINKS = frozenset({"gpt_oss"})  # families whose attention with sinks runs on flex_attention
+# Families whose attention with sinks runs on fused kernels; see `forebay.models.sinks`.
+SINKS = frozenset({"deepseek_v4", "gpt_oss", "hy_v4", "mimo_v2_flash"})
 _SOME_LAYERS = 8  # among which there is one of each kind
 
 

@@ -82,10 +82,9 @@ def trace_model(model: Any, shape: Shape, like: ModelTrace | None = None) -> Mod
     model.config.use_cache = False
     with torch.enable_grad(), FakeTensorMode(), GpuFunctions(shape.compiled) if shape.gpu else nullcontext():
         make_fake(model)
-        if shape.flex:
-            fuse_sinks(model)
+        masks_in_blocks = shape.flex and fuse_sinks(model)
         known = {} if like is None else _without_experts(like, numbers, model)
-        run = TraceRun(model.train(), shape, known, routers, handed)
+        run = TraceRun(model.train(), shape, known, routers, handed, masks_in_blocks)
         run.forward()
         run.backward()
     by_kind = {}
@@ -201,14 +200,23 @@ class TraceRun:
         known: parts that need not run, by module path or "head".
         routers: of the whole model, of which `model` has some layers.
         handed: filled with what the layer that ran last returned after its hidden states.
+        masks_in_blocks: layers get `BlockMask`s, which are not counted, where the model makes dense masks.
 
     Attributes:
         parts: by module path, "embedding", "head" or "balance".
         tables, balance: see `ModelTrace`.
     """
 
-    def __init__(self, model: Any, shape: Shape, known: Mapping[str, PartTrace], routers: int, handed: list[Any]):
-        self.model, self.shape, self._handed = model, shape, handed
+    def __init__(
+        self,
+        model: Any,
+        shape: Shape,
+        known: Mapping[str, PartTrace],
+        routers: int,
+        handed: list[Any],
+        masks_in_blocks: bool,
+    ):
+        self.model, self.shape, self._handed, self._masks_in_blocks = model, shape, handed, masks_in_blocks
         self.base = model.get_submodule(model.base_model_prefix)
         self._routers = routers
         self.parts: dict[str, PartTrace] = dict(known)
@@ -339,7 +347,7 @@ class TraceRun:
                 return (self._last, *absent) if absent else self._last
             if "input_ids" in keywords:
                 keywords["input_ids"] = self._ids  # the base model was given embedded tokens
-            if "attention_mask" in keywords and self.shape.flex:
+            if "attention_mask" in keywords and self._masks_in_blocks:
                 keywords["attention_mask"] = None
             if self._before_layers is None:
                 self._before_layers = self._recorder.log[self._embedded :]
@@ -454,7 +462,7 @@ class TraceRun:
     def tables(self) -> SharedTables:
         held = self._shared | self._given
         # A GPU makes the masks of flex attention in compiled code, without temporaries: only what layers get is counted.
-        log = [] if self.shape.flex else self._before_layers or []
+        log = [] if self._masks_in_blocks else self._before_layers or []
         return SharedTables(table_events(log, held), tuple(self._shared), tuple(self._given))
 
     def _share(self, tensor: Tensor) -> bool:

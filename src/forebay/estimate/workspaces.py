@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from forebay.estimate.types import Mark
+from forebay.kernels.masked_attention import bytes_of_sums
 from forebay.kernels.permute import CHUNK_SLOTS
 
 WorkspaceStep = tuple[str | int, int]
@@ -129,6 +130,37 @@ def _attention_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: An
     return [(0, 0), (1, 0), (2, 0), ("workspace", size), ("workspace", 0)]
 
 
+def _masked_attention_workspace(
+    q: Tensor, k: Tensor, v: Any, mask: Tensor, *rest: Any, **_: Any
+) -> list[WorkspaceStep]:
+    """Which tiles of the mask leave a score (`forebay.kernels.masked_attention`). Results: the output and lse."""
+    return [(0, 0), (1, 0), *_tiles_of(mask)]
+
+
+def _masked_attention_backward_workspace(
+    dy: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor | None,
+    mask: Tensor,
+    sinks: Any,
+    out: Any,
+    lse: Tensor,
+    *rest: Any,
+    **_: Any,
+) -> list[WorkspaceStep]:
+    """The same twice, and sums of the gradients of keys and values in fp32. Results: those of q, k, v and sinks."""
+    keys, values = bytes_of_sums(q, k, v, mask)
+    steps: list[WorkspaceStep] = [("delta", 4 * lse.numel()), (0, 0), *_tiles_of(mask), *_tiles_of(mask)]
+    steps += [("sums of keys", keys), ("sums of values", values), (1, 0), *[(2, 0)] * (v is not None)]
+    return [*steps, ("sums of keys", 0), ("sums of values", 0), ("delta", 0)]
+
+
+def _tiles_of(mask: Tensor) -> list[WorkspaceStep]:
+    """A byte for each number of the mask, and a copy that is padded to whole tiles."""
+    return [("left", mask.numel()), *_using("padded", mask.numel(), ("left", 0))]
+
+
 def _softmax_backward(grad: Tensor, output: Tensor, *rest: Any, **_: Any) -> list[WorkspaceStep]:
     """The product of gradient and output, which a GPU's kernel allocates (`SoftMax.cu`): in eager attention a whole tensor of
     scores. Result: the gradient."""
@@ -151,6 +183,8 @@ _BODIES: Mapping[str, Callable[..., list[WorkspaceStep]]] = {
     "forebay.experts.default": _experts_workspace,
     "forebay.experts_backward.default": _experts_backward_workspace,
     "forebay.experts_weight_backward.default": _weight_backward_workspace,
+    "forebay.masked_attention.default": _masked_attention_workspace,
+    "forebay.masked_attention_backward.default": _masked_attention_backward_workspace,
     "forebay.linear_cross_entropy.default": _cross_entropy_workspace,
     "aten._scaled_dot_product_flash_attention_backward.default": _attention_backward,
     "aten._scaled_dot_product_cudnn_attention_backward.default": _attention_backward,

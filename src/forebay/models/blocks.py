@@ -33,7 +33,7 @@ from forebay.models.compile import check_compiler, compile_sublayer
 from forebay.models.families import LayerParts, MoeBlock, check_block, decoder_layers, innermost
 from forebay.models.hf_experts import edge_of, light_recompute_of, quantized_weight, uses_forebay
 from forebay.models.low_rank import is_adapted, run_experts, why_unsupported
-from forebay.models.sinks import BlockMasks
+from forebay.models.sinks import BlockMasks, DenseMasks
 from forebay.moe.dispatch import Front, MoeStages, TokenDispatcher
 from forebay.moe.experts_op import GateUpEdge
 
@@ -267,7 +267,7 @@ class Sublayers(dict[str, SublayerCallSite]):
         self.layers: list[SublayerForward] = []
         self._undo = ExitStack()
 
-    def own_masks(self, masks: BlockMasks) -> None:
+    def own_masks(self, masks: BlockMasks | DenseMasks) -> None:
         """Attention takes its masks from `masks`, which `uninstall` closes."""
         self._undo.callback(masks.close)
         for layer in self.layers:
@@ -295,10 +295,10 @@ class SublayerForward:
     Attributes:
         attention, mlp: the call sites.
         stages: the MoE sublayer in stages under expert parallelism, else None.
-        masks: makes the masks of attention with sinks that is not eager, else None.
+        masks: has the masks of attention with sinks that is not eager, else None.
     """
 
-    masks: BlockMasks | None = None
+    masks: BlockMasks | DenseMasks | None = None
 
     def __init__(self, parts: LayerParts, attention: SublayerCallSite, mlp: SublayerCallSite, in_engine: bool):
         self.attention = attention

@@ -1,4 +1,4 @@
-"""Attention with sinks on torch's `flex_attention`, for models that transformers can only run eagerly because of them (GPT-OSS).
+"""Attention with sinks on fused kernels, for models that transformers can only run eagerly because of them (GPT-OSS).
 
 A sink is one learned logit a head. It takes its share of each query's softmax and has no value. With lse, the log-sum-exp of a
 query's scores,
@@ -9,6 +9,9 @@ Input: a model whose attention forwards pass ``s_aux=self.sinks`` to an attentio
 its base model's forward makes a `MaskRequest` where it made a dense mask, and attention that is given a `BlockMask` runs
 `sink_attention`; given anything else, it runs eagerly as before. The `BlockMasks` that is returned owns the masks. Uncompiled,
 `flex_attention` materializes all scores, so this is for compiled sublayers.
+
+Families that transformers does not run on `flex_attention` make masks of their own in attention, or have heads of two widths
+(DeepSeek-V4, HY-V4, MiMo-V2). Their masks stay dense, and attention is that of `forebay.models.masked_attention`.
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ from transformers.masking_utils import (
 from forebay.memory.kv_cache import is_given_a_cache
 from forebay.memory.overrides import ForwardFn, InnerForward, install
 from forebay.models.families import forward_is_replaced, transformers_base
+from forebay.models.masked_attention import under_dense_mask
 from forebay.models.structure import sinks_of
 
 NAME = "forebay_flex"
@@ -191,33 +195,56 @@ def has_eager_sinks(attention: nn.Module) -> bool:
     return base is not None and implementation == "eager" and sinks_of(base.forward) is not None
 
 
-def install_sinks(model: nn.Module, attentions: Sequence[nn.Module], fallbacks: list[str]) -> BlockMasks | None:
-    """Run attention with sinks on `sink_attention` until `BlockMasks.close`.
+class DenseMasks:
+    """The masks of a model whose attention is `masked_sink_attention`: transformers' own.
+
+    Attributes:
+        called: whether a call is under way that layers run in their own way, with a KV cache or to return attention weights.
+    """
+
+    def __init__(self) -> None:
+        self.called = False
+        self._undo = ExitStack()
+
+    def of(self, mask: Any) -> Any:
+        """The mask."""
+        return mask
+
+    def close(self) -> None:
+        """Give the model its own attention back. A second call does nothing."""
+        self._undo.close()
+
+
+def install_sinks(
+    model: nn.Module, attentions: Sequence[nn.Module], fallbacks: list[str]
+) -> BlockMasks | DenseMasks | None:
+    """Run attention with sinks on `sink_attention` or `masked_sink_attention` until ``close`` of what is returned.
 
     Args:
         attentions: the mixers of the decoder layers of `model`. The model is left alone if none of them has sinks, if another
-            attention implementation than eager was chosen, if transformers does not run the family on `flex_attention` either,
-            or without a GPU.
+            attention implementation than eager was chosen, or without a GPU.
         fallbacks: gets the reason why a model with sinks is left alone.
     """
     found = [attention for attention in attentions if has_eager_sinks(attention)]
     configs = list({id(a.config): a.config for a in found}.values())
     bases = _bases(model, configs)
     devices = {p.device.type for attention in found for p in attention.parameters()}
-    if not found or not devices.issubset(_TRAINS_ON) or not all(base._supports_flex_attn for base in bases):
+    if not found or not devices.issubset(_TRAINS_ON):
         return None
-    why = _why_eager(found, attentions)
+    flex = all(base._supports_flex_attn for base in bases)
+    why = _why_eager(found, attentions if flex else found)
     if why is not None:
         fallbacks.append(f"attention runs eagerly and saves all scores: {why} (pass attention=None to silence this)")
         return None
-    ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, request_mask)
-    masks = BlockMasks()
-    forwards = {type(attention): _forward_of(attention) for attention in found}
+    masks: BlockMasks | DenseMasks = BlockMasks() if flex else DenseMasks()
+    forwards = {type(attention): _forward_of(attention, masks) for attention in found}
     for attention in found:
         forward = forwards[type(attention)]  # one for a class: compiled callers share a graph between layers
         masks._undo.callback(install(attention, lambda _, forward=forward: forward, traceable=True))  # type: ignore[misc]
+    if isinstance(masks, BlockMasks):
+        ALL_MASK_ATTENTION_FUNCTIONS.register(NAME, request_mask)
     for base in bases:
-        masks._undo.callback(install(base, _requesting(configs)))
+        masks._undo.callback(install(base, _requesting(configs) if isinstance(masks, BlockMasks) else _watched(masks)))
     return masks
 
 
@@ -233,22 +260,49 @@ def _why_eager(found: Sequence[Any], attentions: Sequence[Any]) -> str | None:
         if forward_is_replaced(attention):
             return f"the forward of a {name} has been replaced"
         if getattr(attention, "attention_dropout", 0.0):
-            return f"attention_dropout is {attention.attention_dropout}, which flex_attention does not have"
+            return f"attention_dropout is {attention.attention_dropout}, which the fused kernels do not have"
     # They would be given masks that only `sink_attention` reads.
     others = [a for a in attentions if a not in found and any(getattr(a, "config", None) is f.config for f in found)]
     return f"the model also has a {type(others[0]).__name__} without sinks" if others else None
 
 
-def _forward_of(attention: nn.Module) -> ForwardFn:
+def _forward_of(attention: nn.Module, masks: BlockMasks | DenseMasks) -> ForwardFn:
     base = transformers_base(attention)
-    flex = sinks_of(base.forward) if base is not None else None
-    assert flex is not None, "checked by has_eager_sinks"
+    attended = sinks_of(base.forward) if base is not None else None
+    assert attended is not None, "checked by has_eager_sinks"
 
-    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+    def on_flex(self: Any, *args: Any, **kwargs: Any) -> Any:
         blocks = any(isinstance(value, BlockMask) for value in (*args, *kwargs.values()))
-        return flex(self, sink_attention if blocks else None, *args, **kwargs)
+        return attended(self, _sinks_on_flex if blocks else _as_it_is, *args, **kwargs)
 
-    return forward
+    def under_dense_masks(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return attended(self, _as_it_is if masks.called else under_dense_mask, *args, **kwargs)  # type: ignore[union-attr]
+
+    return on_flex if isinstance(masks, BlockMasks) else under_dense_masks
+
+
+def _as_it_is(eager: Callable[..., Any]) -> Callable[..., Any]:
+    return eager
+
+
+def _sinks_on_flex(_: Callable[..., Any]) -> Callable[..., Any]:
+    return sink_attention
+
+
+def _watched(masks: DenseMasks) -> Callable[[InnerForward], ForwardFn]:
+    """Around a base model's forward: layers' own forwards are to call the model's own attention."""
+
+    def around(inner: InnerForward) -> ForwardFn:
+        def run(self: Any, *args: Any, **kwargs: Any) -> Any:
+            masks.called = _layers_run_their_own(self, args, kwargs)
+            try:
+                return inner(*args, **kwargs)
+            finally:
+                masks.called = False
+
+        return run
+
+    return around
 
 
 def _requesting(configs: Sequence[Any]) -> Callable[[InnerForward], ForwardFn]:

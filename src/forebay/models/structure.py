@@ -386,7 +386,7 @@ def called_before(forward: Any, norm: str) -> str | None:
 
 
 def sinks_of(forward: Any) -> FunctionType | None:
-    """``f(attention, attend, *own parameters)``: an attention forward that calls `attend`, or its own eager attention for None.
+    """``f(attention, choose, *own parameters)``: an attention forward that calls ``choose(eager)``; `eager` is its own attention.
 
     None unless it passes its sinks to one (``s_aux=self.sinks``), and nothing that changes scores besides.
     """
@@ -404,11 +404,12 @@ def sinks_of(forward: Any) -> FunctionType | None:
     ]
     if len(chosen) != 1 or not isinstance(chosen[0].value, ast.Call) or len(chosen[0].value.args) != 2:
         return None
-    chosen[0].value = expression(f"_attend or {ast.unparse(chosen[0].value.args[1])}", chosen[0])
-    return source.make(body, "_attend", own=True)
+    chosen[0].value = expression(f"_choose({ast.unparse(chosen[0].value.args[1])})", chosen[0])
+    return source.make(body, "_choose", own=True)
 
 
-_ATTENTION_KEYWORDS = frozenset({"dropout", "scaling", "sliding_window", "s_aux", None})  # None: ``**kwargs``
+# None: ``**kwargs``. Indices repeat for sparse kernels what the mask of eager attention says.
+_ATTENTION_KEYWORDS = frozenset({"dropout", "scaling", "sliding_window", "s_aux", "indices", None})
 
 
 def _passes_sinks(call: ast.Call) -> bool:

@@ -344,17 +344,13 @@ def given_to_transformers(attention: str) -> str:
 
 
 def check_flex(model: Any, attention: str) -> None:
-    """Raise UsageError if `model.attention` is "flex" for a model whose attention has no sinks, or does not run on it."""
+    """Raise UsageError if `model.attention` is "flex" for a model whose attention has no sinks."""
     if attention != "flex":
         return
     name, others = type(model).__name__, "'sdpa', 'eager', 'flash_attention_2' and 'flash_attention_3'"
     if not any(map(has_eager_sinks, model.modules())):
         raise UsageError(
             f"model.attention = 'flex' is for attention with sinks, which {name} does not have; valid are {others}"
-        )
-    if not model._supports_flex_attn:
-        raise UsageError(
-            f"model.attention = 'flex': transformers does not run the attention of {name} on it; valid are {others}"
         )
 
 

@@ -18,7 +18,7 @@ from common import median_ms, write
 from torch import Tensor
 from transformers.models.deepseek_v4.modeling_deepseek_v4 import eager_attention_forward
 
-from forebay.models.masked_attention import masked_sink_attention
+from forebay.models.masked_attention import under_dense_mask
 
 CALLS = 10
 # Heads of queries and of keys, their width, that of values (0: shared with the keys), tokens, compressed keys beside them, of how
@@ -88,7 +88,7 @@ def rows() -> list[dict[str, Any]]:
         arms = {
             "eager": eager_attention_forward,
             "compiled": torch.compile(eager_attention_forward, dynamic=False),
-            "forebay": masked_sink_attention,
+            "forebay": under_dense_mask(eager_attention_forward),
         }
         for arm, attend in arms.items():
             torch._dynamo.reset()

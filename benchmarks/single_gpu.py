@@ -4,7 +4,8 @@ The model is `qwen3-moe-6l`: Qwen3-MoE, hidden 2048, 6 layers, 32 heads, 4 KV he
 768, vocabulary 32768, bf16, batch 4 x 4096. With ``--model gpt-oss`` it is GPT-OSS at the widths of its 20B: hidden 2880, 4
 layers, 64 heads, 8 KV heads of 64, 32 experts top-4 of width 2880, windows of 128 in every other layer, the same vocabulary,
 batch 2 x 4096; transformers runs it eagerly, and in one more arm on its own flex_attention. ``mixtral`` and ``deepseek-v2-lite``
-are 2 and 6 layers at those models' widths, batch 4 x 4096. A step is forward and backward.
+are 2 and 6 layers at those models' widths, batch 4 x 4096; ``deepseek-v4`` is 4 layers at DeepSeek-V4-Flash's, but 32 experts of
+1024, batch 1 x 4096. A step is forward and backward.
 Gradients stay allocated between steps, so the base (memory held before a step) holds weights and gradients, and every arm
 adds to the same buffers.
 
@@ -38,6 +39,7 @@ from common import GIB, median_ms, memory_figures, save, settle_memory, sized, u
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV2Config,
+    DeepseekV4Config,
     GptOssConfig,
     MixtralConfig,
     PreTrainedConfig,
@@ -50,7 +52,7 @@ Arm = tuple[str, Callable[[Any], AbstractContextManager[Any]], bool]
 """Its name; what is entered; whether it is entered around each forward, and not around the whole run."""
 
 
-MODELS = {"qwen3-moe": (6, 4), "gpt-oss": (4, 2), "mixtral": (2, 4), "deepseek-v2-lite": (6, 4)}
+MODELS = {"qwen3-moe": (6, 4), "gpt-oss": (4, 2), "mixtral": (2, 4), "deepseek-v2-lite": (6, 4), "deepseek-v4": (4, 1)}
 """Default layers and batch."""
 
 
@@ -59,6 +61,9 @@ def config(model: str, layers: int) -> PreTrainedConfig:
         return GptOssConfig(num_hidden_layers=layers, num_local_experts=32, vocab_size=32768, use_cache=False)
     if model == "mixtral":  # the defaults of transformers are Mixtral-8x7B's widths
         return MixtralConfig(num_hidden_layers=layers, vocab_size=32768, use_cache=False)
+    if model == "deepseek-v4":  # so are these, but for the experts
+        few = {"n_routed_experts": 32, "moe_intermediate_size": 1024, "vocab_size": 32768, "use_cache": False}
+        return DeepseekV4Config(num_hidden_layers=layers, **few)
     kind, widths = {
         "deepseek-v2-lite": (DeepseekV2Config, "deepseek-v2-lite"),
         "qwen3-moe": (Qwen3MoeConfig, "qwen3-30b-a3b"),

@@ -25,6 +25,7 @@ from forebay.estimate.trace import trace_model
 from forebay.estimate.types import ModelTrace, OpCost, Shape
 from forebay.kernels.cross_entropy import scale
 from forebay.models.linear_cross_entropy import linear_cross_entropy
+from forebay.models.masked_attention import attend
 from tests.models.conftest import EXPERTS, HIDDEN, TOP_K, VOCABULARY, WIDTH, build_tiny
 
 SEQUENCE = 32
@@ -323,6 +324,27 @@ def test_a_window_computes_whole_blocks_of_keys(length: int, window: int | None,
         backward = [op for op in recorder.tally.take() if op.kind == "attention_backward"]
     assert forward.kind == "attention" and forward.flops == 2 * (2 * 2 * length * 6 * keys * 16)
     assert [op.flops for op in backward] == [7 * (2 * 2 * length * 6 * keys * 16)]
+
+
+@pytest.mark.parametrize(
+    ("keys", "window", "pairs"), [(1024, 0, 512), (1024, 128, 192), (1024, 900, 512), (1280, 128, 192 + 128)]
+)
+def test_attention_under_a_dense_mask_computes_the_tiles_of_a_window_and_half_of_other_keys(
+    keys: int, window: int, pairs: int
+) -> None:
+    """Two products forward and eight backward, each as long as 2.7 in flash attention; tiles are looked for once, and twice."""
+    with FakeTensorMode(), OpRecorder(1) as recorder:
+        q = torch.empty(2, 6, 1024, 16, dtype=torch.bfloat16, requires_grad=True)
+        k = torch.empty(2, 1, keys, 16, dtype=torch.bfloat16, requires_grad=True)
+        mask = torch.empty(1, 1024, keys, dtype=torch.bfloat16)
+        out, _ = attend(q, k, None, mask, None, 0.25, window)
+        forward = recorder.tally.take()
+        out.backward(torch.empty_like(out))
+        backward = recorder.tally.take()
+    product = 2 * 2 * 6 * 1024 * pairs * 16
+    assert [(op.kind, op.flops, op.padding) for op in forward] == [("pointwise", 0, 1), ("attention", 2 * product, 2.7)]
+    assert [(op.flops, op.padding) for op in backward if op.kind == "attention_backward"] == [(8 * product, 2.7)]
+    assert [op.bytes for op in backward if op.launches == 40] == [2 * forward[0].bytes] == [2 * 36 * mask.numel()]
 
 
 def trace(**shape: Any) -> ModelTrace:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from functools import partial
 from typing import Any
@@ -21,6 +22,7 @@ from forebay.estimate.state import weight_shapes
 from forebay.estimate.trace import trace_model
 from forebay.estimate.types import GPU_BLOCK, Freed, Mark, ModelTrace, Op, PartTrace, Shape, StageLayers
 from forebay.managed import manage
+from forebay.models import sinks
 from forebay.models.families import decoder_layers
 from forebay.moe.dispatch import aligned
 from forebay.pipeline.partition import StageLayer
@@ -238,6 +240,24 @@ def test_saved_bytes_of_attention_with_sinks_on_a_gpu() -> None:
     eager = trace_model(built("gpt_oss", "meta", attention="eager"), Shape(SEQUENCE, BATCH, block=1, compiled=True))
     assert trace.layers[0].mlp.saved == eager.layers[0].mlp.saved
     assert trace.layers[0].attention.saved < eager.layers[0].attention.saved
+
+
+@pytest.mark.parametrize("family", first(1, ["hy_v4", "mimo_v2_flash"]))
+def test_attention_under_dense_masks_saves_what_is_planned(
+    family: str, no_codegen: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No scores, and masks as they are without the kernels."""
+    monkeypatch.setattr(sinks, "_TRAINS_ON", ("cpu",))
+    with torch.device("meta"):
+        meta = tiny_of(family, torch.bfloat16, "eager")
+    options: dict[str, Any] = {"block": 1, "compiled": True, "gpu": False}
+    trace, eager = (trace_model(copy.deepcopy(meta), Shape(SEQUENCE, BATCH, flex=f, **options)) for f in (True, False))
+    real = of_a_step(tiny_of(family, torch.bfloat16, "eager"), compile=True)
+    saved = sum(layer.attention.saved for layer in trace.layers) + trace.tables.saved_bytes
+    assert saved == sum(size for path, size in real.items() if path.endswith(".self_attn"))
+    scores = 2 * BATCH * SEQUENCE**2 * meta.config.num_attention_heads
+    for layer, before in zip(trace.layers, eager.layers, strict=True):
+        assert layer.attention.saved <= before.attention.saved - scores
 
 
 @pytest.mark.parametrize("family", first(1, ["qwen3_moe", "deepseek_v3"]))

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -38,6 +41,46 @@ def test_attention_of_grouped_queries_rounds_the_sequence_to_64() -> None:
 def test_softmax_stores_a_product() -> None:
     grad = torch.empty(1, 64, 2048, 2049, dtype=torch.bfloat16, device="meta")
     assert largest("aten._softmax_backward_data.default", grad, grad, -1, torch.bfloat16) == grad.numel() * 2
+
+
+MEASURED = Path(__file__).parents[2] / "benchmarks" / "results" / "masked_attention.json"
+# As in benchmarks/masked_attention.py: heads of queries and of keys, their width, that of values, tokens, keys beside them.
+MASKED = {
+    "DeepSeek-V4, window": (64, 1, 512, 0, 4096, 0),
+    "DeepSeek-V4, compressed 4": (64, 1, 512, 0, 4096, 1024),
+    "DeepSeek-V4, compressed 128": (64, 1, 512, 0, 4096, 32),
+    "DeepSeek-V4, compressed 4, 8192": (64, 1, 512, 0, 8192, 2048),
+    "HY-V4": (32, 32, 192, 128, 4096, 0),
+    "MiMo-V2, window": (64, 8, 192, 128, 4096, 0),
+    "MiMo-V2, full": (64, 4, 192, 128, 4096, 0),
+}
+
+
+@pytest.mark.parametrize("what", MASKED)
+def test_attention_under_a_dense_mask_rises_to_the_measured_peak(what: str) -> None:
+    """Of forward and backward over what both are given; lists of tiles are not counted."""
+    heads, groups, width, v_width, length, more = MASKED[what]
+    given: dict[str, Any] = {"dtype": torch.bfloat16, "device": "meta"}
+    q, k = torch.empty(1, heads, length, width, **given), torch.empty(1, groups, length + more, width, **given)
+    v = torch.empty(1, groups, length, v_width, **given) if v_width else None
+    mask = torch.empty(1, length, length + more, **given)
+    out, lse = torch.empty(1, length, heads, v_width or width, **given), torch.empty(1, length, heads, device="meta")
+    made = (out, lse), (q, k, *[t for t in (v,) if t is not None], lse[0, 0])
+    held, peak = 0, 0
+    live: dict[str | int, int] = {}
+    for name, args, results in (
+        ("forebay.masked_attention.default", (q, k, v, mask, None, 1.0, 0), made[0]),
+        ("forebay.masked_attention_backward.default", (out, q, k, v, mask, None, out, lse, 1.0, 0), made[1]),
+    ):
+        for key, size in workspace_steps(name, args, {}, False):
+            if isinstance(key, int):
+                size = results[key].numel() * results[key].element_size()
+            held += size if size else -live.pop(key)
+            live.update({key: size} if size and isinstance(key, str) else {})
+            peak = max(peak, held)
+    rows = json.loads(MEASURED.read_text())["rows"]
+    (measured,) = (r["peak MiB"] for r in rows if (r["what"], r["arm"]) == (what, "forebay"))
+    assert 0.96 * measured <= peak / MIB <= measured
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from forebay.train.parallel import ShardedAdamW
 from forebay.train.trainer import Trainer
 from tests.ranks import run_ranks
 from tests.train.common import MODEL, WIDE, config, differing, figures_of, state_of, write_text
+from tests.train.families import fields_of
 from tests.train.test_cuda_graph import Pretence
 
 OPEN: dict[str, Any] = {"overlap": "auto", "reshard": "auto", "capacity_factor": "auto"}
@@ -282,3 +283,30 @@ def test_an_evaluation_without_room_beside_the_graph_gets_its_memory(
     assert figures == same and held == [False] * (steps - 1) + [has_room]
     assert has_room or not differing(called, state)
     assert not has_room or said == "forwards and backwards of a step are one CUDA graph"
+
+
+@pytest.mark.parametrize(
+    ("family", "device", "more", "attention"),
+    [
+        ("gpt_oss", "cuda", {}, "flex"),
+        ("deepseek_v4", "cuda", {}, "flex"),
+        ("gpt_oss", "cpu", {}, "eager"),
+        ("gpt_oss", "cuda", {"memory": {"compile": False}}, "eager"),
+        ("gpt_oss", "cuda", {"data": {"packing": "documents"}}, "eager"),  # flex would cross documents
+        ("gpt_oss", "cuda", {"model": {"attention": "eager"}}, "eager"),
+        ("granitemoe_swa", "cuda", {}, "eager"),  # not among those that ran
+        ("qwen3_moe", "cuda", {}, "sdpa"),
+        ("qwen3_moe", "cuda", {"memory": {"graph": False}}, "sdpa"),
+    ],
+)
+def test_attention_of_auto(
+    tmp_path: Path, family: str, device: str, more: dict[str, dict[str, Any]], attention: str
+) -> None:
+    settings = config(
+        tmp_path,
+        model={"family": family, "config": fields_of(family), "attention": "auto", **more.get("model", {})},
+        memory={"compile": True, "graph": "auto", **more.get("memory", {})},
+        data=more.get("data", {}),
+        device={"type": device},
+    )
+    assert planned_path(settings, 1).config.model.attention == attention

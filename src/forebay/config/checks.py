@@ -164,10 +164,10 @@ def _source_mistakes(where: str, source: Data | DataSource) -> Iterator[str]:
 
 def _packing_mistakes(c: Config) -> Iterator[str]:
     """Where the boundaries of documents would be ignored, there is no packing by documents."""
-    if c.data.packing == "documents" and c.model.attention not in ("sdpa", "eager"):
+    if c.data.packing == "documents" and c.model.attention not in ("auto", "sdpa", "eager"):
         yield (
             f"data.packing = 'documents' with model.attention = {c.model.attention!r} would let attention cross documents; "
-            "valid are 'sdpa' and 'eager'"
+            "valid are 'auto', 'sdpa' and 'eager'"
         )
 
 

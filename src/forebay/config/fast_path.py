@@ -310,8 +310,8 @@ def _model_obstacles(c: Config, facts: Facts) -> Iterator[str]:
         yield f"no model of family {facts.family!r} ran in a graph (docs/models.md names those that did); {_BESIDE}"
     if facts.jitters:
         yield "model.config.router_jitter_noise draws random numbers in MoE blocks, whose parts a graph's step calls"
-    if (m.experts, m.loss) != ("forebay", "fused") or m.attention not in ("sdpa", "eager", "flex"):
-        yield "it needs model.experts = 'forebay', model.loss = 'fused' and model.attention = 'sdpa', 'eager' or 'flex'"
+    if (m.experts, m.loss) != ("forebay", "fused") or m.attention.startswith("flash"):
+        yield "it needs model.experts = 'forebay', model.loss = 'fused' and another model.attention than flash"
     if c.memory.precision != "exact" and facts.processes > 1:
         yield f"memory.precision = {c.memory.precision!r} ran in a graph on one GPU only"
     if c.parallel.reduce != "step":

@@ -50,9 +50,10 @@ class Model:
         "", "Dtype of forward and backward; '' is `dtype`. Sums stay in float32.", choices=("", "bfloat16")
     )
     attention: str = key(
-        "sdpa",
-        "Attention implementation. 'flex' runs attention with sinks (as GPT-OSS has) on fused kernels; eager without a GPU.",
-        choices=("sdpa", "eager", "flex", "flash_attention_2", "flash_attention_3"),
+        AUTO,
+        "Attention implementation. 'flex' runs attention with sinks (as GPT-OSS has) on fused kernels; eager without a GPU. "
+        "'auto' is 'flex' where it can be, else 'sdpa', or 'eager' for families without that.",
+        choices=(AUTO, "sdpa", "eager", "flex", "flash_attention_2", "flash_attention_3"),
     )
     experts: str = key("forebay", "Implementation of the experts.", choices=("forebay", "transformers"))
     loss: str = key(

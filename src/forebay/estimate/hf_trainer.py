@@ -28,7 +28,7 @@ from forebay.estimate.fit import planning_error
 from forebay.estimate.layers import plan_layers
 from forebay.estimate.parts import WHOLE_LAYER
 from forebay.estimate.placement import sentences
-from forebay.estimate.plan import SINKS, Fit, bare_model, fit_run, parameters_of
+from forebay.estimate.plan import Fit, bare_model, fit_run, parameters_of
 from forebay.estimate.state import DTYPE_BYTES, Sharing
 from forebay.estimate.trace_cache import TraceCache
 from forebay.models.families import decoder_layers
@@ -423,7 +423,7 @@ class _TrainerRun:
         attention = a.attn_implementation or hf_io.plain_attention(declared)
         model = {**raw["model"], "dtype": compute, "attention": attention}
         balance = bool(getattr(declared, "output_router_logits", False))
-        grows, has_sinks = asked.device.expandable_segments, declared.model_type in SINKS
+        grows, has_sinks = asked.device.expandable_segments, declared.model_type in hf_io.SINKS
         return _TrainerRun(a, model, world, loaded, balance, asked.memory.compile, grows, has_sinks)
 
     def config(self, memory: Mapping[str, Any], **model: Any) -> Config:

@@ -594,13 +594,16 @@ def _window_attention_backward(
 
 _MASKED_KEYS = 64
 """Keys of a tile of `forebay.kernels.masked_attention`."""
-_MASKED_SLOWER = 2.5
-"""How many times as long as flash attention it takes for a FLOP."""
+_MASKED_SLOWER = 2.7
+"""How many times as long as flash attention those kernels take for a FLOP: 1.7 to 6.4 on an H200 for seven shapes of DeepSeek-V4,
+HY-V4 and MiMo-V2, the median of both directions (benchmarks/results/masked_attention.json)."""
+_MASK_MOVES = 36
+"""Bytes for each number of a mask, in which time the tiles are found that leave a score, by a dozen kernels."""
 
 
 def _masked_pairs(q: Tensor, k: Tensor, window: int) -> int:
-    """Pairs that `forebay.kernels.masked_attention` computes: tiles of keys that a window reaches, or half of as many keys as
-    there are queries; and half of the others, which were made of tokens before."""
+    """Pairs that those kernels compute: tiles of keys that a window reaches, or half of as many keys as there are queries; and
+    half of the others, which were made of tokens before."""
     batch, heads, length, _ = q.shape
     others = max(0, k.shape[2] - length)
     near = min(length // 2, window + _MASKED_KEYS) if window else length // 2
@@ -612,20 +615,21 @@ def _masked_attention(
 ) -> list[OpCost]:
     """`forebay.models.masked_attention`: two products."""
     values = k if v is None else v
-    flops = _MASKED_SLOWER * 2 * _masked_pairs(q, k, window) * (q.shape[-1] + values.shape[-1])
-    return [OpCost("attention", int(flops), 2 * _bytes(q) + _bytes(k) + _bytes(values) + 2 * _bytes(mask))]
+    flops = 2 * _masked_pairs(q, k, window) * (q.shape[-1] + values.shape[-1])
+    moved = 2 * _bytes(q) + _bytes(k) + _bytes(values) + _bytes(mask)
+    found = OpCost("pointwise", 0, _MASK_MOVES * mask.numel(), launches=12)
+    return [found, OpCost("attention", flops, moved, padding=_MASKED_SLOWER)]
 
 
 def _masked_attention_backward(
     tally: Tally, dy: Tensor, q: Tensor, k: Tensor, v: Tensor | None, mask: Tensor, *rest: Any
 ) -> list[OpCost]:
-    """Three products for queries, three for keys, and two for values, which make the scores again."""
+    """Three products for queries, three for keys, and two for values, all of which make the scores again."""
     values, window = k if v is None else v, rest[-1]
-    widths = 5 * q.shape[-1] + 3 * values.shape[-1]
-    flops = _MASKED_SLOWER * 2 * _masked_pairs(q, k, window) * widths
-    return [
-        OpCost("attention_backward", int(flops), 4 * _bytes(q) + 2 * (_bytes(k) + _bytes(values)) + 6 * _bytes(mask))
-    ]
+    flops = 2 * _masked_pairs(q, k, window) * (5 * q.shape[-1] + 3 * values.shape[-1])
+    moved = 4 * _bytes(q) + 2 * (_bytes(k) + _bytes(values)) + 3 * _bytes(mask)
+    found = OpCost("pointwise", 0, 2 * _MASK_MOVES * mask.numel(), launches=40)
+    return [found, OpCost("attention_backward", flops, moved, launches=5, padding=_MASKED_SLOWER)]
 
 
 def _all_to_all(tally: Tally, tensor: Tensor, *_: Any) -> list[OpCost]:

@@ -40,7 +40,7 @@ from forebay.models.families import decoder_layers
 from forebay.models.placements import split_stash
 from forebay.models.router import RouterStats
 from forebay.policy import PLACEMENTS, Claim, PolicyError, format_bytes, is_inside, refuse_containers, resolve
-from forebay.train.hf_io import declared_by, plain_attention, skeleton
+from forebay.train.hf_io import chosen_attention, declared_by, skeleton
 from forebay.train.model_checks import positions_of
 from forebay.train.parallel import experts_in
 
@@ -55,8 +55,6 @@ _SETTINGS: Mapping[str, Any] = {
 }
 """Settings of a bare model, unless an override gives them. Parameters and moments are in float32, sharded over all processes;
 several reduce gradients after each microbatch. `_filled` adds the rest."""
-# Families whose attention with sinks runs on fused kernels; see `forebay.models.sinks`.
-SINKS = frozenset({"deepseek_v4", "gpt_oss", "hy_v4", "mimo_v2_flash"})
 _SOME_LAYERS = 8  # among which there is one of each kind
 
 
@@ -146,8 +144,7 @@ def _filled(raw: dict[str, Any], source: str, processes: int) -> PlanRequest:
         raw["train"]["sequence"] = chosen["train.sequence"] = longest
     groups = so_far.parallel.replicate * so_far.parallel.pp
     processes = processes or groups * raw.get("parallel", {}).get("ep", 1)
-    flex = str(declared.model_type) in SINKS and so_far.memory.compile and so_far.device.type != "cpu"
-    choose("model.attention", "flex" if flex else plain_attention(declared))
+    choose("model.attention", chosen_attention(so_far, declared, so_far.device.type != "cpu"))
     both = gcd(processes // groups, experts_in(declared) or 1)
     both = both if both == 1 or "ep" in raw.get("parallel", {}) or _takes_expert_groups(so_far, declared) else 1
     # The most that one host has and that divide processes and experts.

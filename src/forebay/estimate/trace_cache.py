@@ -125,7 +125,8 @@ def _key(config: Config) -> str:
 
 def _skeleton(section: Model, declared: Any, adapt: Callable[[Any], None] | None) -> tuple[Any, str]:
     """The model on the meta device in the dtype of computation, and the attention it is counted with."""
-    asked = "sdpa" if section.attention.startswith("flash") else hf_io.given_to_transformers(section.attention)
+    given = hf_io.given_to_transformers(section.attention) or hf_io.plain_attention(declared)
+    asked = "sdpa" if given.startswith("flash") else given
     dtype = getattr(torch, section.computed_in)
     for attention in (asked, "eager"):
         try:

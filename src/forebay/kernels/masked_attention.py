@@ -30,7 +30,7 @@ from forebay.kernels.launch import Backend, cdiv, launch, next_power_of_2, use_t
 
 WIDEST = 512
 """Widths of a head up to which tiles fit shared memory of compute capability 9.0."""
-_LOG2E = math.log2(math.e)
+_LOG2E = 1.4426950408889634  # log2(e)
 _PROGRAMS = 512  # jobs of the kernel for keys, besides one for each tile: a few for each multiprocessor
 
 
@@ -260,7 +260,7 @@ class _Tiles:
 
 
 # Rows, keys, warps and stages, the fastest first; on an H200, bf16, of widths 512, and 192 with 128.
-_SIZES = {
+_SIZES: Mapping[str, tuple[tuple[int, int, int, int], ...]] = {
     "_forward_kernel": (
         (128, 64, 8, 2),
         (64, 64, 8, 2),

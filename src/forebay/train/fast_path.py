@@ -20,7 +20,7 @@ from forebay.moe.backends import peers_are_reachable, symmetric_takes, topology_
 from forebay.policy import PolicyError, container_of
 from forebay.policy import resolve as assign
 from forebay.train.distributed import Mesh
-from forebay.train.hf_io import declared_by, skeleton
+from forebay.train.hf_io import chosen_attention, declared_by, skeleton
 from forebay.train.parallel import experts_in
 from forebay.train.weights_in_place import is_split
 
@@ -74,6 +74,9 @@ def choose_path(
     Raises:
         UsageError: the model's configuration is wrong.
     """
+    if config.model.attention == AUTO:
+        attention = chosen_attention(config, declared(), gpu)
+        config = replace(config, model=replace(config.model, attention=attention))
     p, m = config.parallel, config.model
     if not (gpu and is_open(config)):
         return resolve(config, Facts(gpu, processes, ""))

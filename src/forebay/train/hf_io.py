@@ -19,6 +19,7 @@ import torch
 from safetensors import SafetensorError
 
 from forebay.config import Config, Model
+from forebay.config.sections import AUTO
 from forebay.errors import RunError, UsageError, first_line, nearest
 from forebay.models.catalog import PUBLISHED, find
 from forebay.models.router import BIASES, biases_to_float32
@@ -293,6 +294,21 @@ def plain_attention(config: Any) -> str:
     return "eager" if kind is not None and not kind._supports_sdpa else "sdpa"
 
 
+SINKS = frozenset({"deepseek_v4", "gpt_oss", "hy_v4", "mimo_v2_flash"})
+"""Families whose attention with sinks ran on fused kernels; see `forebay.models.sinks`."""
+
+
+def chosen_attention(config: Config, declared: Any, gpu: bool) -> str:
+    """What `model.attention = "auto"` is: "flex" for compiled attention with sinks on a GPU, else `plain_attention`.
+
+    Args:
+        declared: the Hugging Face configuration.
+        gpu: whether the run computes on GPUs.
+    """
+    fused = gpu and config.memory.compile and config.data.packing != "documents"
+    return "flex" if fused and str(declared.model_type) in SINKS else plain_attention(declared)
+
+
 def balance_coefficient(config: Any) -> float:
     """Coefficient of the router's load-balancing loss in a model's configuration.
 
@@ -338,8 +354,10 @@ def _check_keys(kind: type, family: str, given: Mapping[str, Any]) -> None:
             )
 
 
-def given_to_transformers(attention: str) -> str:
-    """The attention implementation that transformers is given for `model.attention`."""
+def given_to_transformers(attention: str) -> str | None:
+    """The attention implementation that transformers is given for `model.attention`; None for its own choice."""
+    if attention == AUTO:
+        return None
     return "eager" if attention == "flex" else attention  # `forebay.manage` replaces it
 
 
@@ -354,7 +372,7 @@ def check_flex(model: Any, attention: str) -> None:
         )
 
 
-def on_meta(config: Any, dtype: torch.dtype, attention: str) -> Any:
+def on_meta(config: Any, dtype: torch.dtype, attention: str | None) -> Any:
     """The model of a Hugging Face configuration on the meta device, with an attention implementation of transformers.
 
     Raises:

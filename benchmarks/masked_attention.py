@@ -1,4 +1,4 @@
-"""Attention with sinks under a dense mask, on one GPU: DeepSeek-V4's, HY-V4's and MiMo-V2's, beside transformers' own.
+"""Attention with sinks under a dense mask, on one GPU: that of DeepSeek-V4 and MiMo-V2, and of plain heads, beside transformers'.
 
     python benchmarks/masked_attention.py        results/masked_attention.json
 
@@ -28,7 +28,7 @@ SHAPES: dict[str, tuple[int, ...]] = {
     "DeepSeek-V4, compressed 4": (64, 1, 512, 0, 4096, 1024, 4, 512, 128),
     "DeepSeek-V4, compressed 128": (64, 1, 512, 0, 4096, 32, 128, 32, 128),
     "DeepSeek-V4, compressed 4, 8192": (64, 1, 512, 0, 8192, 2048, 4, 512, 128),
-    "HY-V4": (32, 32, 192, 128, 4096, 0, 1, 0, 4096),
+    "32 heads of 192 and 128": (32, 32, 192, 128, 4096, 0, 1, 0, 4096),
     "MiMo-V2, window": (64, 8, 192, 128, 4096, 0, 1, 0, 128),
     "MiMo-V2, full": (64, 4, 192, 128, 4096, 0, 1, 0, 4096),
 }

@@ -289,7 +289,7 @@ def manage(
         sublayers = _sublayers(model, compile, dispatcher, fallbacks)
         undo.callback(sublayers.uninstall)
         if compile and attention == "flex":
-            _run_sinks_on_flex(model, sublayers, fallbacks)
+            _fuse_sinks(model, sublayers, fallbacks)
         if compile:
             for inner in inner_models:
                 undo.callback(install_indexers(inner))
@@ -476,7 +476,7 @@ def _sublayers(model: nn.Module, compile: bool, dispatcher: TokenDispatcher | No
         return Sublayers()
 
 
-def _run_sinks_on_flex(model: nn.Module, sublayers: Sublayers, fallbacks: list[str]) -> None:
+def _fuse_sinks(model: nn.Module, sublayers: Sublayers, fallbacks: list[str]) -> None:
     attentions = [layer.mixer for layer in sublayers.layers if layer.attention in layer.sites]
     masks = install_sinks(model, attentions, fallbacks)
     if masks is not None:

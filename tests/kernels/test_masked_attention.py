@@ -21,7 +21,7 @@ MASKED = torch.finfo(torch.bfloat16).min
 def few_jobs(monkeypatch: pytest.MonkeyPatch) -> None:
     """The interpreter takes long for a program that has nothing to do. So few share tiles among several, too."""
     if DEVICE == "cpu":
-        monkeypatch.setattr(module, "_PROGRAMS", 4)
+        monkeypatch.setattr(module, "_MORE_JOBS", 4)
 
 
 def drawn_mask(
@@ -49,7 +49,8 @@ def definition(q: Tensor, k: Tensor, v: Tensor | None, mask: Tensor, sinks: Tens
     group = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     scores = q @ k.transpose(2, 3) * scale + mask[:, None]
-    scores = scores.masked_fill((mask <= torch.finfo(mask.dtype).min / 2)[:, None], -math.inf)
+    lowest = max(torch.finfo(mask.dtype).min / 2, -1e5)
+    scores = scores.masked_fill((mask <= lowest)[:, None], -math.inf)
     sink = torch.full_like(scores[..., :1], -math.inf)
     if sinks is not None:
         sink = sinks[None, :, None, None].expand_as(sink)
@@ -126,6 +127,46 @@ def test_queries_without_keys(sinks: bool, backend: str) -> None:
 
 
 @backends
+@pytest.mark.parametrize("lowest", [-1e9, -1.1e5])
+def test_masks_that_are_low_but_finite(lowest: float, backend: str) -> None:
+    """Of a query without another key, too: lse in fp32 would not hold the sum of its weights beside -1e9."""
+    given = drawn(1, (4, 1), 20, 30, (16, None), torch.float32)
+    given[3] = None
+    mask = drawn_mask(1, 20, 30, lowest)
+    mask[0, :7] = lowest
+    check(given, mask, backend)
+
+
+@backends
+def test_sinks_of_minus_infinity(backend: str) -> None:
+    """Beside queries without keys, whose outputs and gradients are 0."""
+    q, k, _, _ = drawn(1, (4, 1), 20, 30, (16, None), torch.float32)
+    assert q is not None and k is not None
+    mask = drawn_mask(1, 20, 30)
+    mask[0, 3:9] = -math.inf
+    sinks = torch.full((4,), -math.inf, device=DEVICE)
+    out, lse = masked_attention(q, k, None, mask, sinks, 0.25, backend=backend)  # type: ignore[arg-type]
+    without, _ = masked_attention(q, k, None, mask, None, 0.25, backend=backend)  # type: ignore[arg-type]
+    assert torch.equal(out, without) and not out[0, 3:9].any()
+    dy = torch.randn_like(out)
+    found = masked_attention_backward(dy, q, k, None, mask, sinks, out, lse, 0.25, backend=backend)  # type: ignore[arg-type]
+    assert all(t.isfinite().all() for t in found if t is not None) and not found[3].any()  # type: ignore[union-attr]
+
+
+@backends
+@pytest.mark.parametrize("placed", [turned, lambda t: t.transpose(1, 2).contiguous().transpose(1, 2)])
+def test_gradients_are_contiguous_as_the_ops_fake_says(placed: Callable[[Tensor], Tensor], backend: str) -> None:
+    q, k, v, sinks = drawn(2, (4, 2), 20, 30, (16, 12), torch.float32)
+    assert q is not None and k is not None and v is not None and sinks is not None
+    q, k, v = placed(q), placed(k), placed(v)
+    mask = drawn_mask(2, 20, 30)
+    out, lse = masked_attention(q, k, v, mask, sinks, 0.25, backend=backend)  # type: ignore[arg-type]
+    found = masked_attention_backward(torch.ones_like(out), q, k, v, mask, sinks, out, lse, 0.25, backend=backend)  # type: ignore[arg-type]
+    assert out.is_contiguous() and lse.is_contiguous()
+    assert all(t is not None and t.is_contiguous() for t in found)
+
+
+@backends
 def test_masks_of_numbers_and_of_several_dtypes(backend: str) -> None:
     given = drawn(1, (4, 1), 20, 30, (16, None), torch.float32)
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
@@ -169,6 +210,8 @@ def test_what_does_not_fit_is_refused() -> None:
         ((q, k, None, mask[:, :7], sinks), r"mask must be \[2 or 1, 8, 9\], got \[2, 7, 9\]"),
         ((q, k, None, mask, sinks[:3]), r"sinks must be \[4\], got \[3\]"),
         ((q, k, k.new_zeros(2, 2, 9, WIDEST + 1), mask, sinks), "heads are 513 wide; at most 512 fit"),
+        ((q, k, k[..., :0], mask, sinks), r"heads of no width: \[2, 4, 8, 16\] and \[2, 2, 9, 0\]"),
+        ((q, k[:, :0], None, mask, sinks), r"there are no heads, or heads of no width"),
     ):
         with pytest.raises(ValueError, match=said):
             masked_attention(*wrong, 1.0)
@@ -180,7 +223,7 @@ def test_what_does_not_fit_is_refused() -> None:
 
 @pytest.mark.gpu
 def test_widths_of_published_models() -> None:
-    """DeepSeek-V4's heads, which share keys of 512, and HY-V4's of 192 and 128."""
+    """DeepSeek-V4's heads, which share keys of 512, and MiMo-V2's of 192 and 128."""
     check(
         drawn(1, (64, 1), 300, 375, (512, None), torch.bfloat16),
         drawn_mask(1, 300, 375, dtype=torch.bfloat16),

@@ -344,6 +344,38 @@ def test_families_under_dense_masks_train_as_their_own_and_are_given_back(flex_o
     assert not scores_saved(model, ids) and scores_saved(model, ids, attention=None)
 
 
+@pytest.mark.parametrize("length", [3, 130])
+def test_compressed_keys_beside_those_of_a_window(flex_on_cpu, length):
+    """Layers of DeepSeek-V4 with 4 and with 128 tokens a compressed key: with 130 tokens there are more keys than tokens."""
+    kinds = ["compressed_sparse_attention", "heavily_compressed_attention"]
+    model = build_tiny("deepseek_v4", layer_types=kinds, index_topk=4)
+    # With seed 2 a token's experts tie within float32.
+    ids = torch.randint(1, VOCABULARY, (2, length), generator=torch.Generator().manual_seed(3))
+    expected = loss_and_gradients(model, ids)
+    with forebay.manage(model, compile=True, loss=None):
+        assert close(loss_and_gradients(model, ids), expected)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v4", "mimo_v2_flash"])
+def test_masks_without_a_row_for_each_query_run_eagerly(flex_on_cpu, tokens, family):
+    model = build_tiny(family)
+    mask = torch.zeros(2, 1, 1, tokens.shape[1])
+    expected = loss_and_gradients(model, tokens, attention_mask=mask)
+    with forebay.manage(model, compile=True, loss=None):
+        assert close(loss_and_gradients(model, tokens, attention_mask=mask), expected)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointing_of_a_call_for_attention_weights(flex_on_cpu, tokens, reentrant):
+    """The second run in the backward is eager, as the first one was."""
+    model = build_tiny("mimo_v2_flash")
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    expected = loss_and_gradients(model, tokens, output_attentions=True)
+    with forebay.manage(model, compile=True, loss=None):
+        assert close(loss_and_gradients(model, tokens, output_attentions=True), expected)
+        assert close(loss_and_gradients(model, tokens), expected)
+
+
 @pytest.mark.parametrize("family", DENSE)
 def test_caches_and_attention_weights_of_dense_masks_run_the_models_own(flex_on_cpu, tokens, family):
     model = build_tiny(family).eval()
@@ -392,6 +424,8 @@ def test_who_keeps_the_attention_of_the_model(flex_on_cpu, monkeypatch):
         assert memory.sublayers.layers[0].masks is None
     with pytest.warns(UserWarning, match="attention_dropout is 0.1, which the fused kernels do not have"):
         assert not managed(build_tiny("gpt_oss", attention_dropout=0.1))
+    with pytest.warns(UserWarning, match="heads have 1024 numbers, and the kernels take up to 512"):
+        assert not managed(build_tiny("deepseek_v4", head_dim=1024))
     monkeypatch.setattr(sinks, "_TRAINS_ON", ("cuda",))
     assert not managed(build_tiny("gpt_oss"))
     with pytest.raises(PolicyError, match="attention='flash' is unknown; valid are 'flex' and None"):

@@ -52,7 +52,7 @@ class Model:
     attention: str = key(
         AUTO,
         "Attention implementation. 'flex' runs attention with sinks (as GPT-OSS has) on fused kernels; eager without a GPU. "
-        "'auto' is 'flex' where it can be, else 'sdpa', or 'eager' for families without that.",
+        "'auto' is 'flex' for compiled models of families that ran on it, else 'sdpa', or 'eager' for families without that.",
         choices=(AUTO, "sdpa", "eager", "flex", "flash_attention_2", "flash_attention_3"),
     )
     experts: str = key("forebay", "Implementation of the experts.", choices=("forebay", "transformers"))

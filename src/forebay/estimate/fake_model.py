@@ -82,7 +82,7 @@ def fuse_sinks(model: Any) -> bool:
     """Replace attention with sinks that transformers runs eagerly; see `forebay.models.sinks`.
 
     Returns:
-        Whether layers are given no dense masks then.
+        Whether layers get block masks, which are not counted, in place of dense ones.
     """
     flex: bool = model._supports_flex_attn
     for module in model.modules():

@@ -595,10 +595,10 @@ def _window_attention_backward(
 _MASKED_KEYS = 64
 """Keys of a tile of `forebay.kernels.masked_attention`."""
 _MASKED_SLOWER = 2.7
-"""How many times as long as flash attention those kernels take for a FLOP: 1.7 to 6.4 on an H200 for seven shapes of DeepSeek-V4,
-HY-V4 and MiMo-V2, the median of both directions (benchmarks/results/masked_attention.json)."""
+"""How many times as long as flash attention `forebay.kernels.masked_attention` takes for a FLOP: 1.7 to 6.4 on an H200 for seven
+shapes, most of DeepSeek-V4 and MiMo-V2, the median of both directions (benchmarks/results/masked_attention.json)."""
 _MASK_MOVES = 36
-"""Bytes for each number of a mask, in which time the tiles are found that leave a score, by a dozen kernels."""
+"""It finds the tiles that have keys in the time that so many bytes for each number of the mask take, by a dozen kernels."""
 
 
 def _masked_pairs(q: Tensor, k: Tensor, window: int) -> int:

@@ -6,12 +6,12 @@ scores [B or 1, S, T], and a sink, one logit, for each head, or none. With group
     s = scale * q @ k[head // group].T + mask
     out = exp(s) @ v / (sum of exp(s) + exp(sink))
 
-A mask is in most places so low that nothing is left of a score: at or below half of its dtype's lowest number counts as minus
-infinity, and a query that has no key has the output 0. (Without a sink, transformers gives such a query the mean of all values.)
-Output: out [B, S, Hq, Dv], and lse [B, S, Hq] in fp32, the logarithm of the denominator to base 2. Backward makes the scores
-again from lse (FlashAttention, arXiv:2205.14135), so neither holds scores of more than a tile. Tiles without a key are skipped:
-rows of a tile are queries of `QUERIES` tokens, of as many heads of a group as there are, so keys that all heads share are read
-once for up to 64 heads. Nothing is added by atomics: results are the same bits every time.
+A mask is in most places so low that nothing is left of a score: -1e5, or half of its dtype's lowest number, and less counts as
+minus infinity, and a query that has no key has the output 0. (Without a sink, transformers gives such a query the mean of all
+values.) Output: out [B, S, Hq, Dv], and lse [B, S, Hq] in fp32, the logarithm of the denominator to base 2. Backward makes the
+scores again from lse (FlashAttention, arXiv:2205.14135), so neither holds more scores than those of a tile. A tile has the
+queries of some tokens and of several heads that share keys, so that these are read once for all of them. Tiles in which the mask
+leaves no score are skipped. Nothing is added by atomics: results are the same bits every time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from forebay.kernels.launch import Backend, cdiv, launch, next_power_of_2, use_t
 WIDEST = 512
 """Widths of a head up to which tiles fit shared memory of compute capability 9.0."""
 _LOG2E = 1.4426950408889634  # log2(e)
-_PROGRAMS = 512  # jobs of the kernel for keys, besides one for each tile: a few for each multiprocessor
+_MORE_JOBS = 512  # of the kernel for keys, besides one for each tile: a few for each multiprocessor
+_LEAST = -1e5  # of a mask; lse in fp32 does not hold the sum of weights beside a larger number
 
 
 @triton.jit
@@ -331,7 +332,7 @@ class _Launch:
 
 
 def _lowest(mask: Tensor) -> float:
-    return torch.finfo(mask.dtype).min / 2
+    return max(_LEAST, torch.finfo(mask.dtype).min / 2)
 
 
 def _listed(found: Tensor) -> tuple[Tensor, Tensor]:
@@ -373,7 +374,7 @@ def _jobs(counts: Tensor, members: int, n: int) -> tuple[Tensor, Tensor]:
 
 
 def _n_jobs(blocks: int, rows: int) -> int:
-    return blocks + cdiv(_PROGRAMS, rows)
+    return blocks + cdiv(_MORE_JOBS, rows)
 
 
 def _shapes_of_sums(made: _Launch, rows: int) -> list[tuple[int, ...]]:
@@ -434,7 +435,7 @@ def masked_attention(
     if not use_triton(backend, q) or not k.shape[2]:
         return _forward_reference(q, k, v, mask, sinks, scale)
     q, k, mask = _in_rows(q), _in_rows(k), _in_rows(mask)
-    v, sinks = None if v is None else _in_rows(v), None if sinks is None else sinks.contiguous()
+    v, sinks = None if v is None else _in_rows(v), None if sinks is None else _finite(sinks)
     batch, heads, length, _ = q.shape
     out = q.new_empty(batch, length, heads, (k if v is None else v).shape[-1])
     lse = q.new_empty(batch, length, heads, dtype=torch.float32)
@@ -471,16 +472,13 @@ def masked_attention_backward(
 
     Returns:
         The gradients of q, k, v and sinks, each in the dtype and shape of what it is of; None for None. That of shared keys and
-        values is of both together. Strides are those of contiguous tensors, but for q's where ``torch.empty_like`` keeps them.
+        values is of both together. All are contiguous.
     """
     if not use_triton(backend, q):
         return _backward_reference(dy, q, k, v, mask, sinks, out, lse, scale)
+    q, k, mask, dy = q.contiguous(), _in_rows(k), _in_rows(mask), dy.contiguous()  # dq has the strides of q
+    v = None if v is None else _in_rows(v)
     delta, dq = torch.empty_like(lse), torch.empty_like(q)
-    if q.stride(-1) != 1 or dq.stride() != q.stride():  # the kernel is given strides once
-        q = q.contiguous()
-        dq = torch.empty_like(q)
-    k, mask, dy = _in_rows(k), _in_rows(mask), dy.contiguous()
-    v, sinks = None if v is None else _in_rows(v), None if sinks is None else sinks.contiguous()
     batch = q.shape[0]
     if not dy.numel() or not k.shape[2]:
         return dq.zero_(), torch.zeros_like(k), None if v is None else torch.zeros_like(v), _zeros_like(sinks)
@@ -511,7 +509,7 @@ def masked_attention_backward(
         dk, dv = _added(k, ends, sums[0]), _added(v, ends, sums[1])
     dsinks = None
     if sinks is not None:
-        share = torch.exp2(sinks.float() * _LOG2E - lse)
+        share = torch.exp2(_finite(sinks) * _LOG2E - lse)
         dsinks = (share * delta).sum((0, 1)).neg().to(sinks.dtype)
     return dq, dk, dv, dsinks
 
@@ -520,8 +518,13 @@ def _zeros_like(tensor: Tensor | None) -> Tensor | None:
     return None if tensor is None else torch.zeros_like(tensor)
 
 
+def _finite(sinks: Tensor) -> Tensor:
+    """Sinks in fp32, contiguous; a sink of minus infinity would make the lse of a query without keys one too."""
+    return sinks.float().clamp(min=-1e30).contiguous()
+
+
 def _in_rows(tensor: Tensor) -> Tensor:
-    """`tensor`, or a copy of it, whose last dimension is contiguous and does not overlap another."""
+    """`tensor`, or a copy of it, whose last dimension is contiguous."""
     return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] < 2 else tensor.contiguous()
 
 
@@ -529,7 +532,11 @@ def _check(q: Tensor, k: Tensor, v: Tensor | None, mask: Tensor, sinks: Tensor |
     if q.dim() != 4 or k.dim() != 4 or not q.is_floating_point():
         raise ValueError(f"q and k must be [B, H, S, D] and floating point, got {list(q.shape)} and {list(k.shape)}")
     batch, heads, length, width = q.shape
-    if k.shape[0] != batch or k.shape[3] != width or heads % max(1, k.shape[1]):
+    if not (heads and width and k.shape[1] and (v is None or v.shape[-1])):
+        raise ValueError(
+            f"there are no heads, or heads of no width: {list(q.shape)} and {list((k if v is None else v).shape)}"
+        )
+    if k.shape[0] != batch or k.shape[3] != width or heads % k.shape[1]:
         raise ValueError(f"k must be [{batch}, a divisor of {heads}, any, {width}], got {list(k.shape)}")
     if v is not None and (v.dim() != 4 or v.shape[:3] != k.shape[:3]):
         raise ValueError(f"v must be [{', '.join(map(str, k.shape[:3]))}, any], got {list(v.shape)}")
@@ -598,7 +605,7 @@ def _scores_reference(q: Tensor, k: Tensor, v: Tensor | None, mask: Tensor, scal
 
 
 def _for_each_head(of_groups: Tensor, q: Tensor) -> Tensor:
-    return of_groups.repeat_interleave(q.shape[1] // max(1, of_groups.shape[1]), 1)
+    return of_groups.repeat_interleave(q.shape[1] // of_groups.shape[1], 1)
 
 
 def _of_each_group(of_heads: Tensor, k: Tensor) -> Tensor:

@@ -38,7 +38,7 @@ def masked_sink_attention(
     """An attention interface of transformers.
 
     Args:
-        eager: another one, called for wider heads than `WIDEST`, another mask, or dropout.
+        eager: another one, called for wider heads than `WIDEST`, a mask of another shape or dtype, or dropout.
         query: [B, Hq, S, Dk].
         key: [B, Hkv, T, Dk].
         value: [B, Hkv, T, Dv]; if it is `key`, one tensor is saved for both.
@@ -50,7 +50,7 @@ def masked_sink_attention(
     Returns:
         [B, S, Hq, Dv] in the dtype of `query` (under autocast, of autocast), and no weights; or what `eager` returns.
     """
-    if dropout or not _fits(query, value, attention_mask):
+    if dropout or not _fits(query, key, value, attention_mask):
         given = {"scaling": scaling, "sliding_window": sliding_window, "s_aux": s_aux, "dropout": dropout, **others}
         return eager(module, query, key, value, attention_mask, **given)
     dtype = query.dtype
@@ -62,16 +62,20 @@ def masked_sink_attention(
     return attend(query.to(dtype), key.to(dtype), values, mask, s_aux, float(scale), sliding_window or 0)[0], None
 
 
-def _fits(query: Tensor, value: Tensor, mask: Any) -> bool:
-    dense = isinstance(mask, Tensor) and mask.dim() == 4 and mask.shape[1] == 1 and mask.is_floating_point()
-    return dense and not mask.requires_grad and max(query.shape[-1], value.shape[-1]) <= WIDEST
+def _fits(query: Tensor, key: Tensor, value: Tensor, mask: Any) -> bool:
+    if not isinstance(mask, Tensor) or not mask.is_floating_point() or mask.requires_grad or mask.dim() != 4:
+        return False
+    batch, length = query.shape[0], query.shape[2]
+    whole = mask.shape[0] in (1, batch) and tuple(mask.shape[1:]) == (1, length, key.shape[2])
+    return whole and max(query.shape[-1], value.shape[-1]) <= WIDEST
 
 
 @torch.library.custom_op("forebay::masked_attention", mutates_args=())
 def attend(
     q: Tensor, k: Tensor, v: Tensor | None, mask: Tensor, sinks: Tensor | None, scale: float, window: int
 ) -> tuple[Tensor, Tensor]:
-    """`forebay.kernels.masked_attention.masked_attention` for autograd. `window` is for plans alone; 0 for none."""
+    """`forebay.kernels.masked_attention.masked_attention` for autograd. The mask contains the window; `window` tells plans how
+    long it is, 0 for none."""
     return masked_attention(q, k, v, mask, sinks, scale)
 
 
@@ -103,7 +107,7 @@ def _backward_op(
 
 @_backward_op.register_fake
 def _(dy, q, k, v, mask, sinks, out, lse, scale, window):
-    return [torch.empty_like(q), *(t.new_empty(t.shape) for t in (k, v, sinks) if t is not None)]
+    return [t.new_empty(t.shape) for t in (q, k, v, sinks) if t is not None]
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

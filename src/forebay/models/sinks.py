@@ -36,6 +36,7 @@ from transformers.masking_utils import (
     prepare_padding_mask,
 )
 
+from forebay.kernels.masked_attention import WIDEST
 from forebay.memory.kv_cache import is_given_a_cache
 from forebay.memory.overrides import ForwardFn, InnerForward, install
 from forebay.models.families import forward_is_replaced, transformers_base
@@ -196,14 +197,15 @@ def has_eager_sinks(attention: nn.Module) -> bool:
 
 
 class DenseMasks:
-    """The masks of a model whose attention is `masked_sink_attention`: transformers' own.
+    """In place of `BlockMasks` where attention is `masked_sink_attention`, whose masks are those that transformers makes.
 
     Attributes:
-        called: whether a call is under way that layers run in their own way, with a KV cache or to return attention weights.
+        layers_run_their_own: in the last call of the model, with a KV cache or to return attention weights. Their attention is
+            the model's own then, also when checkpointing runs it again after the call.
     """
 
     def __init__(self) -> None:
-        self.called = False
+        self.layers_run_their_own = False
         self._undo = ExitStack()
 
     def of(self, mask: Any) -> Any:
@@ -232,7 +234,7 @@ def install_sinks(
     if not found or not devices.issubset(_TRAINS_ON):
         return None
     flex = all(base._supports_flex_attn for base in bases)
-    why = _why_eager(found, attentions if flex else found)
+    why = _why_eager(found, attentions) if flex else _why_eager(found, found, WIDEST)
     if why is not None:
         fallbacks.append(f"attention runs eagerly and saves all scores: {why} (pass attention=None to silence this)")
         return None
@@ -254,13 +256,16 @@ def _bases(model: nn.Module, configs: Sequence[Any]) -> list[Any]:
     return list({id(m.base_model): m.base_model for m in models}.values())
 
 
-def _why_eager(found: Sequence[Any], attentions: Sequence[Any]) -> str | None:
+def _why_eager(found: Sequence[Any], attentions: Sequence[Any], widest: int | None = None) -> str | None:
     for attention in found:
         name = type(attention).__name__
         if forward_is_replaced(attention):
             return f"the forward of a {name} has been replaced"
         if getattr(attention, "attention_dropout", 0.0):
             return f"attention_dropout is {attention.attention_dropout}, which the fused kernels do not have"
+        width = max(getattr(attention, name, 0) for name in ("head_dim", "qk_head_dim", "v_head_dim"))
+        if widest is not None and width > widest:
+            return f"heads have {width} numbers, and the kernels take up to {widest}"
     # They would be given masks that only `sink_attention` reads.
     others = [a for a in attentions if a not in found and any(getattr(a, "config", None) is f.config for f in found)]
     return f"the model also has a {type(others[0]).__name__} without sinks" if others else None
@@ -276,7 +281,8 @@ def _forward_of(attention: nn.Module, masks: BlockMasks | DenseMasks) -> Forward
         return attended(self, _sinks_on_flex if blocks else _as_it_is, *args, **kwargs)
 
     def under_dense_masks(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return attended(self, _as_it_is if masks.called else under_dense_mask, *args, **kwargs)  # type: ignore[union-attr]
+        own = masks.layers_run_their_own  # type: ignore[union-attr]
+        return attended(self, _as_it_is if own else under_dense_mask, *args, **kwargs)
 
     return on_flex if isinstance(masks, BlockMasks) else under_dense_masks
 
@@ -294,11 +300,8 @@ def _watched(masks: DenseMasks) -> Callable[[InnerForward], ForwardFn]:
 
     def around(inner: InnerForward) -> ForwardFn:
         def run(self: Any, *args: Any, **kwargs: Any) -> Any:
-            masks.called = _layers_run_their_own(self, args, kwargs)
-            try:
-                return inner(*args, **kwargs)
-            finally:
-                masks.called = False
+            masks.layers_run_their_own = _layers_run_their_own(self, args, kwargs)
+            return inner(*args, **kwargs)
 
         return run
 

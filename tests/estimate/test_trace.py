@@ -58,9 +58,9 @@ def really(
     return of_a_step(model, compile=compile, precision=precision)
 
 
-def of_a_step(model: nn.Module, **options: Any) -> dict[str, int]:
+def of_a_step(model: nn.Module, length: int = SEQUENCE, **options: Any) -> dict[str, int]:
     """The same of a model."""
-    ids = torch.randint(1, 97, (BATCH, SEQUENCE))
+    ids = torch.randint(1, 97, (BATCH, length))
 
     def step() -> torch.Tensor:
         return model(input_ids=ids, labels=ids, shift_labels=ids, num_items_in_batch=ids.numel()).loss
@@ -258,6 +258,26 @@ def test_attention_under_dense_masks_saves_what_is_planned(
     scores = 2 * BATCH * SEQUENCE**2 * meta.config.num_attention_heads
     for layer, before in zip(trace.layers, eager.layers, strict=True):
         assert layer.attention.saved <= before.attention.saved - scores
+
+
+def test_a_mask_that_a_layer_lengthens_is_not_saved(no_codegen: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DeepSeek-V4 with a window and with compressed keys. The plan also saves keys beside what they are made of."""
+    monkeypatch.setattr(sinks, "_TRAINS_ON", ("cpu",))
+    kinds = ["sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"]
+    sizes: dict[str, Any] = {"hidden_size": 256, "head_dim": 64, "num_attention_heads": 8, "q_lora_rank": 64}
+    layers: dict[str, Any] = {"num_hidden_layers": 3, "layer_types": kinds, "mlp_layer_types": ["moe"] * 3}
+
+    def built_v4() -> nn.Module:
+        return build_tiny("deepseek_v4", torch.bfloat16, **sizes, **layers, attn_implementation="eager")
+
+    length = 8 * SEQUENCE
+    with torch.device("meta"):
+        meta = built_v4()
+    trace = trace_model(meta, Shape(length, BATCH, block=1, compiled=True, gpu=False, flex=True))
+    real = of_a_step(built_v4(), length, compile=True)
+    planned = sum(layer.attention.saved for layer in trace.layers) + trace.tables.saved_bytes
+    found = sum(size for path, size in real.items() if path.endswith(".self_attn"))
+    assert 0.94 * planned <= found <= planned
 
 
 @pytest.mark.parametrize("family", first(1, ["qwen3_moe", "deepseek_v3"]))

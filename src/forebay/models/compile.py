@@ -19,7 +19,7 @@ from torch._inductor import inductor_prims
 from torch._inductor.cpp_builder import get_cpp_compiler
 from torch._inductor.custom_graph_pass import CustomPartitionerFn, get_hash_for_files
 from torch._inductor.exc import InvalidCxxCompiler
-from torch.fx import Graph, GraphModule
+from torch.fx import Graph, GraphModule, Node
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._triton import has_triton
 from torch.utils.checkpoint import CheckpointPolicy
@@ -159,8 +159,11 @@ class _SaveFewTensors(CustomPartitionerFn):
         self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any
     ) -> tuple[GraphModule, GraphModule]:
         _slice_instead_of_split(gm.graph)
-        known = get_default_op_list()
+        known, shared = get_default_op_list(), _without_gradients(gm.graph, kwargs["num_fwd_outputs"])
         for node in gm.graph.nodes:
+            if node.target is aten.cat.default and not shared.isdisjoint(node.args[0]):
+                # A mask that a layer lengthens. As bytes to save it would count twice, but the model holds it for all layers.
+                node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
             if node.op != "call_function" or known.is_recomputable(node):
                 continue
             if get_aten_target(node) not in ASSEMBLING_OPS:
@@ -177,6 +180,13 @@ class _SaveFewTensors(CustomPartitionerFn):
         # Part of the key of torch's compile cache on disk: another version of this file may cut elsewhere, and one of the experts
         # may have other backward operations for the same forward.
         return get_hash_for_files((__file__, experts_op.__file__))
+
+
+def _without_gradients(graph: Graph, n_results: int) -> frozenset[Node]:
+    """Inputs of a joint graph that get no gradient: masks and tables, which the model gives to all layers."""
+    inputs, (output,) = graph.find_nodes(op="placeholder"), graph.find_nodes(op="output")
+    gradients = output.args[0][n_results:]
+    return frozenset(node for node, gradient in zip(inputs, gradients, strict=False) if gradient is None)
 
 
 def _keep_layouts(graph: Graph) -> None:

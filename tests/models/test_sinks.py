@@ -285,18 +285,6 @@ def test_mixed_dtypes_under_autocast(flex_on_cpu, tokens):
     assert abs(found[0] - expected[0]) < 0.01 and all(t.isfinite().all() for t in found)
 
 
-def test_caches_and_attention_weights_run_the_models_own(flex_on_cpu, tokens):
-    model = build_tiny("gpt_oss").eval()
-    with torch.inference_mode():
-        expected = model(tokens, output_attentions=True)
-        words = model.generate(tokens[:, :4], max_new_tokens=3, do_sample=False, use_cache=True)
-        with forebay.manage(model, compile=True, loss=None):
-            got = model(tokens, output_attentions=True)
-            assert close([got.logits, *got.attentions], [expected.logits, *expected.attentions])
-            again = model.generate(tokens[:, :4], max_new_tokens=3, do_sample=False, use_cache=True)
-    assert torch.equal(again, words)
-
-
 def test_a_dense_mask_runs_eagerly_and_says_so(flex_on_cpu, tokens):
     model = build_tiny("gpt_oss")
     mask = torch.where(allowed_pairs(16, None), 0.0, torch.finfo(torch.float32).min)
@@ -376,8 +364,8 @@ def test_checkpointing_of_a_call_for_attention_weights(flex_on_cpu, tokens, reen
         assert close(loss_and_gradients(model, tokens), expected)
 
 
-@pytest.mark.parametrize("family", DENSE)
-def test_caches_and_attention_weights_of_dense_masks_run_the_models_own(flex_on_cpu, tokens, family):
+@pytest.mark.parametrize("family", ["gpt_oss", *DENSE])
+def test_caches_and_attention_weights_run_the_models_own(flex_on_cpu, tokens, family):
     model = build_tiny(family).eval()
     with torch.inference_mode():
         expected = model(tokens, output_attentions=True)

@@ -132,7 +132,7 @@ def fast_path_of(config: Config, world: int, traces: TraceCache | None = None) -
     near = config.parallel.ep <= SAME_HOST, world <= SAME_HOST
     traces = traces or TraceCache()
 
-    def outline(declared: Any) -> Outline:
+    def outline(config: Config, _: Any) -> Outline:
         facts = traces.facts(config)
         return Outline(facts.weights.sizes, facts.paths, facts.sublayers)
 

@@ -43,12 +43,20 @@ def _tile(at, rows, stride, n, columns, width):
 
 
 @triton.jit
-def _scores(q, k, mask_at, query, real, keys, mask_stride, scale, T, LOWEST: tl.constexpr):
-    """Scores of a tile to base 2, [M, N]; minus infinity where the mask takes them away."""
-    inside = real[:, None] & (keys < T)[None, :]
-    at = mask_at + query.to(tl.int64)[:, None] * mask_stride + keys[None, :]
-    added = tl.load(at, mask=inside, other=float("-inf")).to(tl.float32)
-    s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale + added * 1.4426950408889634
+def _rows(block, part, shared_by, S, group, QUERIES: tl.constexpr, MEMBERS: tl.constexpr):
+    """The token and the head of each row of a tile of queries, and whether there is such a row."""
+    row = tl.arange(0, QUERIES * MEMBERS)
+    query = block * QUERIES + row // MEMBERS
+    member = part * MEMBERS + row % MEMBERS
+    return query, shared_by * group + member, (query < S) & (member < group)
+
+
+@triton.jit
+def _scores(a, b, added_at, inside, scale, LOWEST: tl.constexpr):
+    """Scores of a tile to base 2, [rows of a, rows of b], of queries and keys or of keys and queries; minus infinity where the
+    mask takes them away."""
+    added = tl.load(added_at, mask=inside, other=float("-inf")).to(tl.float32)
+    s = tl.dot(a, tl.trans(b), input_precision="ieee") * scale + added * 1.4426950408889634
     return tl.where(added > LOWEST, s, float("-inf"))
 
 
@@ -65,11 +73,7 @@ def _forward_kernel(
     parts = tl.cdiv(group, MEMBERS)
     shared_by = tl.program_id(1) // parts
     batch = tl.program_id(2).to(tl.int64)
-    row = tl.arange(0, QUERIES * MEMBERS)
-    query = block * QUERIES + row // MEMBERS
-    member = (tl.program_id(1) % parts) * MEMBERS + row % MEMBERS
-    real = (query < S) & (member < group)
-    head = shared_by * group + member
+    query, head, real = _rows(block, tl.program_id(1) % parts, shared_by, S, group, QUERIES, MEMBERS)
     columns = tl.arange(0, COLUMNS)
     v_columns = tl.arange(0, V_COLUMNS)
     q_at = q_ptr + batch * q_batch + head.to(tl.int64) * q_head + query.to(tl.int64) * q_row
@@ -82,12 +86,13 @@ def _forward_kernel(
         largest = tl.load(sink_ptr + head, mask=real, other=0.0).to(tl.float32) * 1.4426950408889634
         total += 1.0
     out = tl.zeros([QUERIES * MEMBERS, V_COLUMNS], dtype=tl.float32)
+    added_at = mask_ptr + batch * mask_batch + query.to(tl.int64)[:, None] * mask_row
     entry = batch * list_batch + block
     list_at = lists_ptr + entry * tl.cdiv(T, KEYS)
     for i in range(tl.load(counts_ptr + entry)):
         keys = tl.load(list_at + i) * KEYS + tl.arange(0, KEYS)
         k = _tile(k_at, keys, k_row, T, columns, WIDTH)
-        s = _scores(q, k, mask_ptr + batch * mask_batch, query, real, keys, mask_row, scale, T, LOWEST)
+        s = _scores(q, k, added_at + keys[None, :], real[:, None] & (keys < T)[None, :], scale, LOWEST)
         new = tl.maximum(largest, tl.max(s, 1))
         base = tl.where(new == float("-inf"), 0.0, new)
         p = tl.exp2(s - base[:, None])
@@ -117,11 +122,7 @@ def _queries_kernel(
     parts = tl.cdiv(group, MEMBERS)
     shared_by = tl.program_id(1) // parts
     batch = tl.program_id(2).to(tl.int64)
-    row = tl.arange(0, QUERIES * MEMBERS)
-    query = block * QUERIES + row // MEMBERS
-    member = (tl.program_id(1) % parts) * MEMBERS + row % MEMBERS
-    real = (query < S) & (member < group)
-    head = shared_by * group + member
+    query, head, real = _rows(block, tl.program_id(1) % parts, shared_by, S, group, QUERIES, MEMBERS)
     columns = tl.arange(0, COLUMNS)
     v_columns = tl.arange(0, V_COLUMNS)
     inside = real[:, None] & (columns < WIDTH)[None, :]
@@ -137,13 +138,14 @@ def _queries_kernel(
     k_at = k_ptr + batch * k_batch + shared_by.to(tl.int64) * k_head
     v_at = v_ptr + batch * v_batch + shared_by.to(tl.int64) * v_head
     dq = tl.zeros([QUERIES * MEMBERS, COLUMNS], dtype=tl.float32)
+    added_at = mask_ptr + batch * mask_batch + query.to(tl.int64)[:, None] * mask_row
     entry = batch * list_batch + block
     list_at = lists_ptr + entry * tl.cdiv(T, KEYS)
     for i in range(tl.load(counts_ptr + entry)):
         keys = tl.load(list_at + i) * KEYS + tl.arange(0, KEYS)
         k = _tile(k_at, keys, k_row, T, columns, WIDTH)
         v = k if SHARED else _tile(v_at, keys, v_row, T, v_columns, V_WIDTH)
-        s = _scores(q, k, mask_ptr + batch * mask_batch, query, real, keys, mask_row, scale, T, LOWEST)
+        s = _scores(q, k, added_at + keys[None, :], real[:, None] & (keys < T)[None, :], scale, LOWEST)
         ds = tl.exp2(s - lse[:, None]) * (tl.dot(dy, tl.trans(v), input_precision="ieee") - delta[:, None])
         dq += tl.dot(ds.to(k.dtype), k, input_precision="ieee")
     at = dq_ptr + q_offset[:, None] + columns[None, :]
@@ -174,7 +176,6 @@ def _keys_kernel(
     keys = block * KEYS + tl.arange(0, KEYS)
     columns = tl.arange(0, COLUMNS)
     v_columns = tl.arange(0, V_COLUMNS)
-    row = tl.arange(0, QUERIES * MEMBERS)
     k = _tile(k_ptr + batch * k_batch + shared_by.to(tl.int64) * k_head, keys, k_row, T, columns, WIDTH)
     v_at = v_ptr + batch * v_batch + shared_by.to(tl.int64) * v_head
     v = k if SHARED or OF_VALUES else _tile(v_at, keys, v_row, T, v_columns, V_WIDTH)
@@ -183,10 +184,7 @@ def _keys_kernel(
     members = tl.cdiv(group, MEMBERS)
     # One loop, not two: Triton loads ahead in the innermost one only, which would often run once.
     for i in range(first, last):
-        query = tl.load(list_at + i // members) * QUERIES + row // MEMBERS
-        member = (i % members) * MEMBERS + row % MEMBERS
-        real = (query < S) & (member < group)
-        head = shared_by * group + member
+        query, head, real = _rows(tl.load(list_at + i // members), i % members, shared_by, S, group, QUERIES, MEMBERS)
         q_at = q_ptr + batch * q_batch + head.to(tl.int64) * q_head + query.to(tl.int64) * q_row
         q = tl.load(q_at[:, None] + columns[None, :], mask=real[:, None] & (columns < WIDTH)[None, :], other=0.0)
         result = (batch * S + query) * heads + head
@@ -194,10 +192,8 @@ def _keys_kernel(
         dy = tl.load(dy_at, mask=real[:, None] & (v_columns < V_WIDTH)[None, :], other=0.0)
         lse = tl.load(lse_ptr + result, mask=real, other=float("inf"))
         added_at = mask_ptr + batch * mask_batch + query.to(tl.int64)[None, :] * mask_row + keys[:, None]
-        added = tl.load(added_at, mask=real[None, :] & (keys < T)[:, None], other=float("-inf")).to(tl.float32)
         # [KEYS, rows]: weights lie in registers as the next product takes them.
-        s = tl.dot(k, tl.trans(q), input_precision="ieee") * scale + added * 1.4426950408889634
-        p = tl.exp2(tl.where(added > LOWEST, s, float("-inf")) - lse[None, :])
+        p = tl.exp2(_scores(k, q, added_at, real[None, :] & (keys < T)[:, None], scale, LOWEST) - lse[None, :])
         if OF_VALUES:
             total += tl.dot(p.to(dy.dtype), dy, input_precision="ieee")
         else:
@@ -287,7 +283,7 @@ def _shared_memory(device: torch.device) -> int:
 
 @dataclass(frozen=True)
 class _Launch:
-    """What a kernel is given of a call's shapes."""
+    """The tiles of one kernel, and what its launches say of the shapes and strides of the tensors."""
 
     tiles: _Tiles
     sizes: tuple[int, int, int, int]

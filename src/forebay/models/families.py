@@ -86,7 +86,7 @@ class LayerParts:
         return f"{self.path}.{self.mixer}"
 
     def stages(self, direct: bool, once: Callable[..., Any] = call) -> Stages | None:
-        """What comes before and after the experts of a MoE layer, as functions. None if they cannot run apart.
+        """Functions for what a MoE layer does before its experts, and after them. None if the layer cannot be cut there.
 
         Args:
             direct: see `RoutedForward.front`.

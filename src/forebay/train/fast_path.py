@@ -52,7 +52,7 @@ def fast_path_of(config: Config, mesh: Mesh) -> FastPath:
         return reaches, topology_of(dist.group.WORLD).count == 1  # type: ignore[arg-type]
 
     declared = partial(declared_by, config)
-    return choose_path(config, mesh.device.type == "cuda", mesh.size, nearness, declared, partial(_outline, config))
+    return choose_path(config, mesh.device.type == "cuda", mesh.size, nearness, declared, _outline)
 
 
 def choose_path(
@@ -61,7 +61,7 @@ def choose_path(
     processes: int,
     nearness: Callable[[], tuple[bool, bool]],
     declared: Callable[[], Any],
-    outline: Callable[[Any], Outline],
+    outline: Callable[[Config, Any], Outline],
 ) -> FastPath:
     """Give the keys that are "auto" their values.
 
@@ -69,7 +69,7 @@ def choose_path(
         gpu: whether the processes compute on GPUs.
         nearness: returns `Facts.reaches`, but for rows, and `Facts.one_node`. Called, by all processes, if that decides.
         declared: returns the Hugging Face configuration of the run's model.
-        outline: returns the outline of a model with that configuration. Called if that decides.
+        outline: returns the outline of a run's model, from the run's configuration and that one. Called if that decides.
 
     Raises:
         UsageError: the model's configuration is wrong.
@@ -84,7 +84,7 @@ def choose_path(
     # Else the given value of memory.graph decides alone, and a skeleton of the model would be made for nothing.
     decides = config.memory.graph == AUTO or (config.memory.graph is False and not is_local)
     gathers = decides and p.pp == 1 and (m.is_mixed or shares_weights(config, processes))
-    sketch = outline(model) if gathers or (decides and isinstance(config.memory.policy, dict)) else None
+    sketch = outline(config, model) if gathers or (decides and isinstance(config.memory.policy, dict)) else None
     text = model.get_text_config()
     takes_rows = p.ep == 1 or symmetric_takes(text.hidden_size, getattr(torch, m.computed_in))
     reaches, one_node = nearness() if not is_local or (decides and processes > 1) else (True, True)

@@ -44,7 +44,8 @@ def timeline_of(chance: random.Random, regions: int) -> Timeline:
     for i in range(regions):
         light = bool(i % 2)
         items = tuple(chance.randint(20, 300) * UNIT for _ in range(chance.randint(1, 4)))
-        calls.append(CallFigures((f"r{i}", 0), items, chance.uniform(2, 6) * 1e-3, light, 16 * UNIT))
+        again = items.index(max(items)) if light else -1
+        calls.append(CallFigures((f"r{i}", 0), items, chance.uniform(2, 6) * 1e-3, light, 16 * UNIT, made_again=again))
     rise = [chance.randint(50, 400) * UNIT for _ in calls]
     events = [TimelineEvent("F", i, c.seconds * 1.1, 10 * UNIT, rise[i] // 2) for i, c in enumerate(calls)]
     events += [TimelineEvent("B", i, c.seconds * 2.2, 20 * UNIT, rise[i]) for i, c in reversed([*enumerate(calls)])]
@@ -457,12 +458,12 @@ def test_auto_plans_again_within_its_budget_with_the_times_of_graphs() -> None:
     assert recomputed and tuner.plan is not None and recomputed == tuner.plan.recompute
 
 
-def test_only_a_call_with_experts_makes_its_largest_item_again() -> None:
+def test_only_a_call_with_experts_makes_an_item_again() -> None:
     """An engine calls a MoE sublayer in two or three stages; one switch turns light recomputation on for all."""
-    front = CallFigures(("mlp", 0), (9, 4), 1.0, light_recompute=True, has_experts=False)
-    experts = replace(front, key=("mlp", 1), has_experts=True)
-    assert (front.largest, front.recompute_frees, front.recompute_seconds) == (-1, 0, 0.0)
-    assert (experts.largest, experts.recompute_frees) == (0, 9) and experts.recompute_seconds > 0
+    front = CallFigures(("mlp", 0), (9, 4), 1.0, light_recompute=True)
+    experts = replace(front, key=("mlp", 1), made_again=1)  # not the largest
+    assert (front.recompute_frees, front.recompute_seconds) == (0, 0.0)
+    assert experts.recompute_frees == 4 and experts.recompute_seconds > 0
     after = CallFigures(("norm", 0), (), 1.0)
     order = (("F", 0), ("F", 1), ("F", 2), ("B", 2), ("B", 1), ("B", 0))
     timeline = Timeline(
@@ -470,7 +471,7 @@ def test_only_a_call_with_experts_makes_its_largest_item_again() -> None:
     )
     plan = replace(offload_all(timeline, frozenset({"mlp"})), recompute=frozenset({"mlp"}))
     lookup = PlanLookup.of(plan, timeline, {})
-    assert lookup.items == {("mlp", 0): (9, 4), ("mlp", 1): (4,), ("norm", 0): ()}
+    assert lookup.items == {("mlp", 0): (9, 4), ("mlp", 1): (9,), ("norm", 0): ()}
     assert lookup.offload == {("mlp", 0): frozenset({0, 1}), ("mlp", 1): frozenset({0}), ("norm", 0): frozenset()}
 
 

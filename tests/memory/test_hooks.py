@@ -617,13 +617,18 @@ def test_the_flags_of_a_graph_stay_after_its_capture(monkeypatch: pytest.MonkeyP
         assert not flags._words  # another graph has its own
 
 
-def test_beside_light_recomputation_the_planned_items_are_offloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("width", [48, 3])  # h is wider than hidden states, or narrower
+def test_beside_light_recomputation_the_planned_items_are_offloaded(
+    monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
     """Every MoE sublayer recomputed, and of what is left all but the smallest item offloaded."""
+    tokens, slots, hidden = 32, 4, 32
 
     def light_and_offload(timeline: Timeline, *_: Any) -> Plan:
         light = {i: c for i, c in enumerate(timeline.calls) if c.light_recompute}
         assert light
-        rest = {i: [o for o, n in enumerate(c.items) if n and o != c.largest] for i, c in light.items()}
+        assert {c.recompute_frees for c in light.values()} == {tokens * slots * 2 * width * 4}
+        rest = {i: [o for o, n in enumerate(c.items) if n and o != c.made_again] for i, c in light.items()}
         smallest = {i: min(items, key=lambda o: light[i].items[o]) for i, items in rest.items()}
         offload = {i: frozenset(o for o in items if o != smallest[i]) for i, items in rest.items()}
         return simulate(timeline, Assignment(offload, frozenset(c.key[0] for c in light.values())))
@@ -631,13 +636,13 @@ def test_beside_light_recomputation_the_planned_items_are_offloaded(monkeypatch:
     monkeypatch.setattr(autotune, "under_budget", light_and_offload)
     torch.manual_seed(0)
     sizes = {
-        "hidden_size": 32,
+        "hidden_size": hidden,
         "num_hidden_layers": 2,
         "num_attention_heads": 2,
         "num_key_value_heads": 1,
         "head_dim": 16,
     }
-    experts = {"num_experts": 4, "num_experts_per_tok": 4, "moe_intermediate_size": 48, "vocab_size": 31}
+    experts = {"num_experts": 4, "num_experts_per_tok": slots, "moe_intermediate_size": width, "vocab_size": 31}
     model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**sizes, **experts))
     ids = torch.randint(0, 31, (2, 16))
 

@@ -43,7 +43,7 @@ def test_a_recorded_timeline_has_times_without_waits_and_memory_over_the_base(de
         recorder.after_waits(kind, (path, 0), (before, device.mark()))
         device.rises(top)
         device.clock = start + 3
-        recorder.region_left((path, 0), [4 if path == "c" else 8], False, True, device.mark)
+        recorder.region_left((path, 0), [4 if path == "c" else 8], False, -1, device.mark)
     recorder.idle(device.mark)
     recorder.share(("a", 0), ("b", 0))
     recorder.share(("a", 0), ("c", 0))
@@ -77,7 +77,7 @@ def test_another_thread_leaves_a_region_while_the_timeline_is_made(looks: int) -
 
         def __hash__(self) -> int:
             if self == "d" and left and left.pop() and not left:
-                recorder.region_left((Path("c"), 0), [4], False, True, lambda: None)
+                recorder.region_left((Path("c"), 0), [4], False, -1, lambda: None)
             return super().__hash__()
 
     store: Any = SimpleNamespace()
@@ -85,7 +85,7 @@ def test_another_thread_leaves_a_region_while_the_timeline_is_made(looks: int) -
     for kind, path in (("F", "a"), ("F", "d"), ("F", "b"), ("F", "c"), ("B", "b"), ("B", "a")):
         recorder.after_waits(kind, (Path(path), 0), (None, None))
         if kind == "F" and path != "c":
-            recorder.region_left((Path(path), 0), [8], False, True, lambda: None)
+            recorder.region_left((Path(path), 0), [8], False, -1, lambda: None)
     left = [("c", 0)] * looks
     timeline = recorder.timeline(None, None, lambda: None)
     assert not left and [call.key for call in timeline.calls] == [("a", 0), ("b", 0)]

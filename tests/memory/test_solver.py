@@ -111,7 +111,8 @@ def layers(count: int, noise: float = 0.03) -> Timeline:
         calls.append(
             CallFigures((f"{i}.attn", 0), tuple(n * mib for n in (64, 64, 16, 64)), 0.004 * vary[0], False, 64 * mib)
         )
-        calls.append(CallFigures((f"{i}.mlp", 0), tuple(n * mib for n in (64, 64, 384, 8)), 0.010 * vary[1], True))
+        experts = tuple(n * mib for n in (64, 64, 384, 8))
+        calls.append(CallFigures((f"{i}.mlp", 0), experts, 0.010 * vary[1], True, made_again=2))
     events = [TimelineEvent("F", i, c.seconds, 0, 300 * mib) for i, c in enumerate(calls)]
     events += [TimelineEvent("B", i, 2 * c.seconds, 0, 600 * mib) for i, c in reversed([*enumerate(calls)])]
     return Timeline(tuple(calls), tuple(events), 40e9, 40e9)

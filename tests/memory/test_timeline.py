@@ -79,7 +79,7 @@ def test_windows_worked_out_by_hand() -> None:
     ("call", "seconds"),
     [
         (CallFigures(("r0", 0), (6, 4), 1.0, input_bytes=4), 3.0),  # all but the input is freed, for a forward
-        (CallFigures(("r0", 0), (3, 7), 1.0, light_recompute=True), 2.6),  # the largest item is freed, for 0.6 of one
+        (CallFigures(("r0", 0), (3, 7), 1.0, light_recompute=True, made_again=1), 2.6),  # one item, for 0.6 of one
     ],
 )
 def test_recomputing_takes_time(call: CallFigures, seconds: float) -> None:
@@ -90,7 +90,9 @@ def test_recomputing_takes_time(call: CallFigures, seconds: float) -> None:
 @pytest.mark.parametrize(("light", "peak"), [(False, 100 + 10 + 40), (True, 100 + 10)])
 def test_what_experts_recompute_adds_nothing_to_their_backward(light: bool, peak: int) -> None:
     """A checkpoint's tensors come on top of all that backward takes; experts write a gradient over theirs."""
-    calls = (CallFigures(("mlp", 0), (40, 10), 1.0, light_recompute=light, input_bytes=10),)
+    calls = (
+        CallFigures(("mlp", 0), (40, 10), 1.0, light_recompute=light, input_bytes=10, made_again=0 if light else -1),
+    )
     events = (TimelineEvent("F", 0, 1.0, 0, 60), TimelineEvent("B", 0, 1.0, 0, 100))
     assert simulate(Timeline(calls, events), Assignment(recompute=frozenset({"mlp"}))).peak_bytes == peak
 
@@ -109,10 +111,14 @@ GIB, MIB = 1 << 30, 1 << 20
 
 
 def recorded_timeline(recorded: dict[str, Any]) -> Timeline:
+    """The recorded experts' h is the largest of what a call saved."""
     calls = tuple(
-        CallFigures(tuple(c["key"]), tuple(c["items"]), c["seconds"], c["light_recompute"], c["input_bytes"])
+        CallFigures(
+            tuple(c["key"]), tuple(c["items"]), c["seconds"], light := c["light_recompute"], c["input_bytes"],
+            made_again=c["items"].index(max(c["items"])) if light else -1,
+        )
         for c in recorded["calls"]
-    )
+    )  # fmt: skip
     events = tuple(
         TimelineEvent(m["kind"], m["call"], m["seconds"], m["other"], m["transient"]) for m in recorded["moments"]
     )

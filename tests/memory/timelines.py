@@ -20,7 +20,8 @@ def random_timeline(chance: random.Random, regions: int, transient: int = 600) -
         light = chance.random() < 0.4
         items = tuple(chance.randint(20, 1000) for _ in range(chance.randint(1, 4)))
         inputs = 0 if light else chance.randint(5, 100)
-        calls.append(CallFigures((f"r{i}", 0), items, chance.uniform(0.5, 2.0), light, inputs))
+        again = items.index(max(items)) if light else -1
+        calls.append(CallFigures((f"r{i}", 0), items, chance.uniform(0.5, 2.0), light, inputs, made_again=again))
     events = [
         TimelineEvent("F", i, c.seconds * chance.uniform(1, 1.2), chance.randint(0, 100), chance.randint(0, transient))
         for i, c in enumerate(calls)

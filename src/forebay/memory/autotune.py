@@ -306,8 +306,8 @@ class PlanLookup:
         release_at: dict[EventName, list[Key]] = {}
         for call in timeline.calls:
             # The item that light recomputation makes again was measured and is not saved any more: those after it move up.
-            recomputed = call.light_recompute and call.has_experts and call.key[0] in plan.recompute
-            gone = call.largest if recomputed else len(call.items)
+            recomputed = call.made_again >= 0 and call.key[0] in plan.recompute
+            gone = call.made_again if recomputed else len(call.items)
             items[call.key] = call.items[:gone] + call.items[gone + 1 :]
             offload[call.key] = frozenset(i - (i > gone) for i in plan.offload.get(call.key, ()) if i != gone)
         for key, event in plan.release_at.items():

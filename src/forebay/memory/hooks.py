@@ -28,7 +28,7 @@ from forebay.memory.autotune import Autotuner, TuneState
 from forebay.memory.call_growth import CallGrowth
 from forebay.memory.host_store import HostStore
 from forebay.memory.host_ticket import Ticket, TicketState
-from forebay.memory.overrides import CallSite
+from forebay.memory.overrides import CallSite, LightRecompute
 from forebay.memory.recompute import recomputed
 from forebay.memory.recorder import TimelineRecorder
 from forebay.memory.refusals import check_claims, foreign_saved_tensor_hooks, refuse_nested_checkpointing
@@ -362,6 +362,7 @@ class Manager:
         if call is None:
             return forward(*args, **kwargs)
         call.rounds = self._compresses and forward is not checkpointed
+        call.light = region.light if has_experts else None
         self._transfers.on_event("F", call, self.tuner)
         recorder = self.tuner.recorder
         try:
@@ -374,7 +375,7 @@ class Manager:
                 out = self._run_packed(region, call, forward, args, kwargs)
             if (recording := self._recording) is not None:  # once: a thread may begin the next step now
                 is_light, mark = region.light is not None, self._transfers.mark
-                recording.region_left(call.key, call.items, is_light, has_experts, mark)
+                recording.region_left(call.key, call.items, is_light, call.made_again, mark)
                 self._growth.record(call, args, kwargs)
         except BaseException:
             call.abandoned = True  # the traceback holds the call, for as long as the caller keeps it
@@ -509,6 +510,8 @@ class Manager:
         saved = self._saved_before(key)
         if saved is None:
             ticket = self._record_saved(call, storage, key, call.rounds and holds_rows(tensor))
+            if self._recording is not None:
+                call.note_made_again(tensor)
         else:
             ticket = saved.ticket() if saved.ticket is not None else None
             if ticket is not None and not self.store.may_stand_for(ticket, storage):
@@ -632,6 +635,6 @@ class Manager:
                 region.light(on)
 
 
-def _light(site: CallSite, placement: str, recompute: str) -> Callable[[bool], None] | None:
+def _light(site: CallSite, placement: str, recompute: str) -> LightRecompute | None:
     """How a region recomputes by itself. Under "recompute+offload" its inputs are all that is left to offload."""
     return site.light_recompute if recompute == "light" and placement != RECOMPUTE_AND_OFFLOAD else None

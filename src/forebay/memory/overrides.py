@@ -273,6 +273,16 @@ def _reaches_ours(forward: Any) -> bool:
     return False
 
 
+class LightRecompute(Protocol):
+    """A region's own recomputation of one of the tensors that it saves, cheaper than that of the region."""
+
+    def __call__(self, on: bool) -> None:
+        """Recompute, or save."""
+
+    def may_make(self, saved: torch.Tensor) -> bool:
+        """Whether a saved tensor has the form of the one that is made again. Of several it is the largest."""
+
+
 class CallSite(Protocol):
     """Where a model's forward calls a region, and where that call can be wrapped.
 
@@ -281,8 +291,8 @@ class CallSite(Protocol):
 
     module: nn.Module
     """The module whose weights the region uses."""
-    light_recompute: Callable[[bool], None] | None
-    """Switches the region's own, cheaper recomputation of its largest saved tensor; None if it has none."""
+    light_recompute: LightRecompute | None
+    """None if the region has none."""
     dispatches: bool
     """Whether the region may send tokens to other ranks."""
     front: Callable[..., Any] | None
@@ -305,7 +315,7 @@ class CallSite(Protocol):
 class ModuleCallSite:
     """The call site of a whole module: its ``forward``. Module hooks stay outside the region."""
 
-    def __init__(self, module: nn.Module, light_recompute: Callable[[bool], None] | None = None):
+    def __init__(self, module: nn.Module, light_recompute: LightRecompute | None = None):
         self.module = module
         self.light_recompute = light_recompute
         self.dispatches = True  # what a whole module does is not known

@@ -172,14 +172,14 @@ class TimelineRecorder(_EventRecorder):
             self._base = torch.cuda.memory_allocated(self._device)
 
     def region_left(
-        self, key: Key, items: list[int], light_recompute: bool, has_experts: bool, mark: Callable[[], Any]
+        self, key: Key, items: list[int], light_recompute: bool, made_again: int, mark: Callable[[], Any]
     ) -> None:
         """The forward of a call is over. `items`: bytes of the storages that it saved first. See `CallFigures`."""
         last = next((s for s in reversed(self._samples) if s.key == key and s.kind == "F"), None)
         if last is None:
             return  # another thread has begun a step since the call began
         self._figures[key] = CallFigures(
-            key, tuple(items), 0.0, light_recompute, self._inputs.get(key, 0), has_experts=has_experts
+            key, tuple(items), 0.0, light_recompute, self._inputs.get(key, 0), made_again=made_again
         )
         last.region_end = mark()
 

@@ -265,7 +265,7 @@ class Solver:
         if path in self._recompute and any(calls[c].recompute_frees for c in self._calls[path]):
             found.append(_Placement(frozenset(), True))
             if path in self._offload and all(calls[c].light_recompute for c in self._calls[path]):
-                rest = frozenset((c, i) for c, i in every if i != calls[c].largest)
+                rest = frozenset((c, i) for c, i in every if i != calls[c].made_again)
                 found += [_Placement(rest, True)] if rest else []
         return found
 
@@ -289,7 +289,7 @@ def by_wait(timeline: Timeline, paths: frozenset[str], recompute: frozenset[str]
     for index, call in enumerate(timeline.calls):
         recomputed = call.key[0] in recompute
         if call.key[0] in paths and step.lives(index) and (call.light_recompute or not recomputed):
-            gone = call.largest if recomputed else -1
+            gone = call.made_again if recomputed else -1
             found += [(index, item) for item, size in enumerate(call.items) if size and item != gone]
     return sorted(found, key=lambda item: (step.forward[item[0]] - step.backward[item[0]], item))
 

@@ -9,7 +9,7 @@ fetches and waits for tickets of the `HostStore`.
 """
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 from math import inf
@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from forebay.memory.autotune import Autotuner
 from forebay.memory.host_store import HostStore
 from forebay.memory.host_ticket import Ticket, TicketState
-from forebay.memory.overrides import CallSite
+from forebay.memory.overrides import CallSite, LightRecompute
 from forebay.memory.recorder import Marks, Recorder, TimelineRecorder
 from forebay.memory.storage import RegionWeights
 from forebay.memory.timeline import Key, Plan
@@ -59,7 +59,7 @@ class Region:
     path: str
     placement: str  # keep, recompute, offload, recompute+offload or auto
     site: CallSite
-    light: Callable[[bool], None] | None
+    light: LightRecompute | None
 
 
 @dataclass(eq=False, slots=True)
@@ -85,6 +85,8 @@ class RegionCall:
         unsent: tickets to be sent when the forward is over, owned until then.
         offload: indices of the items to be offloaded; None for all.
         rounds: what is offloaded may be compressed.
+        light: the region's, if this call makes a tensor again under it.
+        made_again: index of the item that is that tensor; -1 if none was saved yet.
         compute: the stream that the call runs on; None on a CPU.
         abandoned: no backward is expected: the forward failed, or a backward through its model's forward is over.
         hooks: on the outputs' gradients; they announce the call's backward.
@@ -99,10 +101,18 @@ class RegionCall:
     unsent: list[Ticket] = field(default_factory=list)
     offload: frozenset[int] | None = None
     rounds: bool = False
+    light: LightRecompute | None = None
+    made_again: int = -1
     compute: Any = None
     backward_started: bool = False
     abandoned: bool = False
     hooks: list[Any] = field(default_factory=list)
+
+    def note_made_again(self, saved: torch.Tensor) -> None:
+        """The last item is of this tensor. See `made_again`."""
+        is_larger = self.made_again < 0 or self.items[-1] > self.items[self.made_again]
+        if self.light is not None and is_larger and self.light.may_make(saved):
+            self.made_again = len(self.items) - 1
 
     def remove_hooks(self) -> None:
         """Take the hooks off the outputs: an output may outlive the graph, and be another call's output too."""

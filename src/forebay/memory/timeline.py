@@ -40,9 +40,9 @@ class CallFigures:
         key: region and call.
         items: bytes of each saved storage that a store could take, in the order in which the call saves them.
         seconds: time of the region's forward.
-        light_recompute: the region recomputes only its largest item, by itself (experts).
-        has_experts: whether this call makes that item again. Where an engine calls a MoE sublayer in stages, only that of the
-            experts does.
+        light_recompute: the region recomputes only one item, by itself (experts).
+        made_again: index of that item; -1 if this call has none. Where an engine calls a MoE sublayer in stages, only that of the
+            experts has.
         input_bytes: bytes of the region's inputs, which a checkpoint keeps.
         again_seconds: time of recomputing the call; None: derived from `seconds`.
         shared_with: later calls that save one of the same storages: their backwards need it too.
@@ -55,18 +55,13 @@ class CallFigures:
     input_bytes: int = 0
     again_seconds: float | None = None
     shared_with: tuple[Key, ...] = ()
-    has_experts: bool = True
-
-    @property
-    def largest(self) -> int:
-        """Index of the largest item, the one that light recomputation makes again; -1 if it makes none."""
-        return max(range(len(self.items) if self.has_experts else 0), key=lambda i: self.items[i], default=-1)
+    made_again: int = -1
 
     @property
     def recompute_frees(self) -> int:
         """Bytes that recomputing this call frees."""
         if self.light_recompute:
-            return max(self.items, default=0) if self.has_experts else 0
+            return self.items[self.made_again] if self.made_again >= 0 else 0
         return max(sum(self.items) - self.input_bytes, 0)
 
     @property
@@ -80,7 +75,7 @@ class CallFigures:
         """Time of recomputing: `again_seconds`, or all of the forward, or `LIGHT_RECOMPUTE_SHARE` of it."""
         if self.again_seconds is not None:
             return self.again_seconds
-        if not self.has_experts:
+        if self.light_recompute and self.made_again < 0:
             return 0.0
         return self.seconds * (LIGHT_RECOMPUTE_SHARE if self.light_recompute else 1.0)
 

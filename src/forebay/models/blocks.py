@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from forebay.memory.kv_cache import CACHE_ARGUMENTS, is_given_a_cache
-from forebay.memory.overrides import ForwardFn, InnerForward, install, is_managed, is_patched
+from forebay.memory.overrides import ForwardFn, InnerForward, LightRecompute, install, is_managed, is_patched
 from forebay.models.compile import check_compiler, compile_sublayer
 from forebay.models.families import LayerParts, MoeBlock, check_block, decoder_layers, innermost
 from forebay.models.hf_experts import edge_of, light_recompute_of, quantized_weight, uses_forebay
@@ -217,7 +217,7 @@ class SublayerCallSite:
         module: nn.Module,
         names: Sequence[str],
         call: Callable[..., Any],
-        light_recompute: Callable[[bool], None] | None = None,
+        light_recompute: LightRecompute | None = None,
         front: Callable[..., Any] | None = None,
         experts: Callable[..., Any] | None = None,
         back: Callable[..., Any] | None = None,

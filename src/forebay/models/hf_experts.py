@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from transformers.activations import SiLUActivation
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
 
+from forebay.kernels.row_fp8 import encoded_width
 from forebay.memory.overrides import drop_setting, install, is_patched, put_setting, setting
 from forebay.memory.storage import local, payload
 from forebay.models.families import innermost, moe_blocks
@@ -310,17 +312,31 @@ def experts_modules(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     )
 
 
-def light_recompute_of(experts: nn.Module) -> Callable[[bool], None] | None:
-    """A switch for recomputing only the first product of Forebay's experts; None if the experts are not Forebay's."""
-    module = innermost(experts)
-    if not uses_forebay(module):
-        return None
+class ExpertsRecompute:
+    """A switch for recomputing only the first product of Forebay's experts, h; see `forebay.memory.overrides.LightRecompute`."""
 
-    def switch(on: bool) -> None:
+    def __init__(self, module: nn.Module):
+        self._module: Any = module
+
+    @cached_property
+    def _widths(self) -> tuple[int, int]:
+        """Of a row of h, exact and in 8 bits. Read within a forward: others may hold the weights in pieces until then."""
+        width = self._module.gate_up_proj.shape[2 if self._module.is_transposed else 1]
+        return width, encoded_width(width)
+
+    def __call__(self, on: bool) -> None:
         # "Off" removes the setting, so that it leaves the module as it was.
         if on:
-            put_setting(module, "forebay_save_h", False)
+            put_setting(self._module, "forebay_save_h", False)
         else:
-            drop_setting(module, "forebay_save_h")
+            drop_setting(self._module, "forebay_save_h")
 
-    return switch
+    def may_make(self, saved: Tensor) -> bool:
+        # Not by its bytes: narrow experts' h is smaller than hidden states, and than DeepSeek-V4's four residual streams.
+        return saved.dim() == 2 and saved.shape[1] in self._widths
+
+
+def light_recompute_of(experts: nn.Module) -> ExpertsRecompute | None:
+    """None if the experts are not Forebay's."""
+    module = innermost(experts)
+    return ExpertsRecompute(module) if uses_forebay(module) else None

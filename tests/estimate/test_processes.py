@@ -11,10 +11,12 @@ import pytest
 
 from forebay.config import from_mapping
 from forebay.errors import RunError, UsageError
+from forebay.estimate import trace_cache
 from forebay.estimate.layers import plan_layers
 from forebay.estimate.plan import fit_run
 from forebay.estimate.processes import forked_map, usable
 from forebay.estimate.trace_cache import TraceCache
+from forebay.estimate.types import Shape
 from forebay.train.heartbeat import _is_gone
 from tests.ranks import wait_until
 
@@ -100,3 +102,25 @@ def test_a_plan_is_the_same_in_several_processes() -> None:
     for stop in (0, alone.ranks[3].total, 2 * alone.fullest.total):
         stopped = fit_run(config, plan, 4, traces=traces, stop_above=stop)
         assert fit_run(config, plan, 4, traces=traces, stop_above=stop, processes=3) == stopped
+
+
+def test_traces_are_the_same_in_several_processes(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = from_mapping({"model": {"family": "qwen3_moe"}, "train": {"sequence": 64}})
+    shapes = [Shape(64, 1, ep=ep, compiled=compiled) for ep in (1, 2, 4) for compiled in (False, True)]
+    here, there = TraceCache(), TraceCache()
+    expected = [here.trace(config, shape) for shape in shapes]
+    told: list[None] = []
+    there.make([(config, shape) for shape in shapes * 2], 2, lambda: told.append(None))
+    monkeypatch.setattr(trace_cache, "trace_model", pytest.fail)  # nothing is left to trace
+    assert [there.trace(config, shape) for shape in shapes] == expected and len(told) == len(shapes)
+
+
+def test_why_there_is_no_trace_is_known_without_another_try(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = {"family": "qwen3_moe", "dtype": "float32"}
+    config, traces = from_mapping({"model": model, "train": {"sequence": 64}}), TraceCache()
+    wanted = [(config, Shape(64, 1, experts="transformers", ep=ep)) for ep in (1, 2)]
+    traces.make(wanted, 2, lambda: None)
+    monkeypatch.setattr(trace_cache, "trace_model", pytest.fail)
+    for asked in wanted:
+        with pytest.raises(UsageError, match=r"this model cannot be traced: .* in bfloat16 only, not in float32"):
+            traces.trace(*asked)

@@ -417,7 +417,7 @@ class FakePlanner:
         bounds = SimpleNamespace(least=lambda: (0, 0), mean=lambda: 0)
         monkeypatch.setattr(search_module, "bounding", lambda *_: bounds)
         monkeypatch.setattr(search_module, "fit_run", self)
-        monkeypatch.setattr(search_module._Runs, "trace", lambda *_: None)
+        monkeypatch.setattr(search_module._Runs, "shapes", lambda *_: [])
         monkeypatch.setattr("forebay.estimate.processes.usable", lambda: 1)  # the calls are counted in this process
 
     def __call__(self, config: Config, plan: Any, world: int, *_: Any, **__: Any) -> Fit:
@@ -451,20 +451,28 @@ def test_an_interrupted_search_has_the_best_so_far(monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.parametrize("budget", [None, 1 << 40, 1 << 24])
-def test_processes_change_nothing_and_do_not_trace(budget: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where there are GPUs, a process that was forked after a backward cannot run one."""
-    first, traced = os.getpid(), []
+def test_processes_change_nothing_and_trace_each_shape_once(
+    budget: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where there are GPUs, a process that was forked after a backward cannot run one: the first process runs none."""
+    first, traced = os.getpid(), multiprocessing.get_context("fork").Value("q")
 
-    def trace_here(*arguments: Any) -> ModelTrace:
-        assert os.getpid() == first
-        traced.append(arguments)
+    def counted(*arguments: Any) -> ModelTrace:
+        with traced.get_lock():
+            traced.value += 1
         return trace_model(*arguments)
 
+    def elsewhere(*arguments: Any) -> ModelTrace:
+        assert os.getpid() != first
+        return counted(*arguments)
+
     monkeypatch.undo()  # `shared_traces`
-    monkeypatch.setattr("forebay.estimate.trace_cache.trace_model", trace_here)
-    request = PlanRequest(tiny(batch=12))
-    one, several = (search(request, "mesh", 6, budget, device=load("h200"), processes=n) for n in (1, 3))
-    assert several == one and len(one.refused) > 1 and len(traced) % 2 == 0 and traced
+    request, found, counts = PlanRequest(tiny(batch=12)), [], []
+    for processes, trace in ((1, counted), (3, elsewhere)):
+        monkeypatch.setattr("forebay.estimate.trace_cache.trace_model", trace)
+        found.append(search(request, "mesh", 6, budget, device=load("h200"), processes=processes))
+        counts.append(traced.value)
+    assert found[1] == found[0] and len(found[0].refused) > 1 and counts[1] == 2 * counts[0] > 0
     assert not multiprocessing.active_children()
 
 

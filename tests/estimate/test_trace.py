@@ -442,6 +442,17 @@ def test_the_gradient_of_probabilities_beside_sinks_is_not_padded_in_memory() ->
 
 
 @pytest.mark.parametrize("compiled", [False, True])
+def test_an_embedding_is_outside_of_what_is_compiled(compiled: bool) -> None:
+    """Its backward has the parts of torch's kernel for more than 3072 tokens: recorded in a compiled Mixtral on an H200."""
+    model, tokens = built("mixtral", "meta"), 4096
+    events = trace_model(model, Shape(tokens, 1, compiled=compiled)).embedding.events
+    assert events is not None
+    rows = tokens // 10 + min(tokens, model.config.vocab_size)
+    parts = 4 * -(-HIDDEN // 32) * 32 * rows
+    assert -(-parts // GPU_BLOCK) * GPU_BLOCK in [size for _, size in events.backward]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
 def test_compiled_dropout_that_drops_nothing_copies(compiled: bool) -> None:
     """As in Inductor's code of a GPT-OSS, whose second product reads a copy of the probabilities without the sink's column."""
     probabilities = torch.rand(2, 3, 4)[..., :-1]

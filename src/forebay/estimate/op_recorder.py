@@ -19,7 +19,7 @@ from torch.utils.flop_counter import flop_registry
 
 from forebay.estimate.op_costs import Tally, address, is_expansion, tensors_in
 from forebay.estimate.types import Freed, Log, Mark, NewStorage, Op
-from forebay.estimate.workspaces import EAGER_ONLY, MARK, WorkspaceStep, workspace_steps
+from forebay.estimate.workspaces import EAGER_ONLY, GPU_ONLY, MARK, WorkspaceStep, workspace_steps
 from forebay.models.compile import ASSEMBLING_OPS, recomputable_ops
 
 _KERNELS = frozenset({"topk", "sort", "cumsum", "index_put_", "embedding_dense_backward", "bincount", "_grouped_mm"})
@@ -126,8 +126,8 @@ class OpRecorder(TorchDispatchMode):
         elif name == _LOSS:
             self.head_sum = self.number(results[2])
         reads = tuple(dict.fromkeys(n for source in sources if (n := self.number(source)) >= 0))
-        eager = self._block > 1 and not self._fused
-        steps = workspace_steps(name, args, kwargs, self._deferred) if eager or name not in EAGER_ONLY else ()
+        others = GPU_ONLY if self._block == 1 else EAGER_ONLY if self._fused else frozenset[str]()
+        steps = workspace_steps(name, args, kwargs, self._deferred) if name not in others else ()
         marks = self._stages and name in _EXPERTS_OPS
         if marks:
             self.log.append(Mark.EXPERTS_BEGIN)

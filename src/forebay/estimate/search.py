@@ -13,6 +13,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from fnmatch import fnmatchcase
 from functools import cache, partial
+from itertools import chain
 from typing import Any, NamedTuple
 
 from rich.table import Table
@@ -25,6 +26,7 @@ from forebay.estimate.layers import LayerPlan, fast_path_of, plan_layers, shape_
 from forebay.estimate.plan import Fit, PlanRequest, bounding, fit_run
 from forebay.estimate.processes import forked_map
 from forebay.estimate.trace_cache import TraceCache
+from forebay.estimate.types import Shape
 from forebay.policy import format_bytes
 from forebay.train.model_checks import check_length, positions_of
 from forebay.train.parallel import experts_in
@@ -316,14 +318,13 @@ class _Runs:
         config = self.changed(settings)
         return config, plan_layers(config, self.world, self.traces)
 
-    def trace(self, mesh: MeshShape) -> None:
-        """Make the traces that plans of a mesh need, before processes are forked for these: where a process with GPUs has run a
-        backward, as a trace does, the ones that it forks cannot. Raises UsageError if the mesh cannot be planned."""
+    def shapes(self, mesh: MeshShape) -> list[tuple[Config, Shape]]:
+        """Of the traces that plans of a mesh need. Raises UsageError if the mesh cannot be planned."""
         config = fast_path_of(self.changed(_mesh_settings(mesh)), self.world, self.traces).config
         check_experts(mesh.ep, experts_in(self.declared))
-        for skew in {1.0, self.skew}:
-            shape = shape_of(config, self.declared, sharing_of(config, self.world), skew)
-            self.traces.trace(config, shape)
+        return [
+            (config, shape_of(config, self.declared, sharing_of(config, self.world), skew)) for skew in {1.0, self.skew}
+        ]
 
     def fit(self, config: Config, plan: LayerPlan, budget: int | None, processes: int, stop: int | None = None) -> Fit:
         """`stop`: at the first rank that does not fit so many bytes."""
@@ -511,11 +512,20 @@ def _mesh(runs: _Runs, budget: int | None, progress: Callable[[str], None]) -> S
         progress(f"{len(known)} of {len(every)} meshes planned{_so_far(best)}")
 
     try:
-        waiting: list[MeshShape] = []
+        shapes: dict[MeshShape, list[tuple[Config, Shape]]] = {}
         for mesh in every:
             say()
             try:
-                runs.trace(mesh)
+                shapes[mesh] = runs.shapes(mesh)
+            except UsageError as error:
+                known[mesh] = str(error)
+        # All traces before the first plan: where a process with GPUs has run a backward, as a trace does, those it forks cannot.
+        runs.traces.make(chain(*shapes.values()), runs.processes, say)
+        waiting: list[MeshShape] = []
+        for mesh, own in shapes.items():
+            try:
+                for config, shape in own:
+                    runs.traces.trace(config, shape)
                 waiting.append(mesh)
             except UsageError as error:
                 known[mesh] = str(error)

@@ -8,7 +8,8 @@ the meta device.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -17,6 +18,7 @@ import torch
 
 from forebay.config import Config, Model
 from forebay.errors import UsageError, first_line
+from forebay.estimate.processes import forked_map
 from forebay.estimate.state import WeightShapes, weight_shapes
 from forebay.estimate.trace import layers_path, trace_model
 from forebay.estimate.types import ModelTrace, Shape
@@ -61,7 +63,7 @@ class TraceCache:
         # By what decides the model.
         self._declared: dict[str, Any] = {}
         self._facts: dict[str, ModelFacts] = {}
-        self._traces: dict[tuple[str, Shape], ModelTrace] = {}
+        self._traces: dict[tuple[str, Shape], ModelTrace | UsageError] = {}  # or why there is none
         self._alike: dict[tuple[str, Shape], ModelTrace] = {}  # by `Shape.without_experts`
         self.pipeline = cache(make_plan)
         self.slots = cache(self._slots)
@@ -104,15 +106,38 @@ class TraceCache:
         pipeline, or see `facts`."""
         if config.parallel.pp > 1 and (why := self.facts(config).whole):
             raise UsageError(f"parallel.pp = {config.parallel.pp}: {why}; valid is 1")
-        key, shape = _key(config), replace(shape, **self._shape)
-        if (key, shape) not in self._traces:
-            model, like = self.facts(config).model, (key, shape.without_experts())
-            try:
-                self._traces[key, shape] = trace_model(model, shape, self._alike.get(like))
-            except ValueError as error:
-                raise UsageError(f"this model cannot be traced: {first_line(error)}") from error
-            self._alike.setdefault(like, self._traces[key, shape])
-        return self._traces[key, shape]
+        asked = self._key_of(config, shape)
+        if asked not in self._traces:
+            self._traces[asked] = self._traced((config, shape))
+        if isinstance(found := self._traces[asked], UsageError):
+            raise found
+        return found
+
+    def make(self, asked: Iterable[tuple[Config, Shape]], processes: int, progress: Callable[[], None]) -> None:
+        """Make many traces in several processes, for `trace`. `progress` is called after each."""
+        missing: dict[tuple[str, Shape], tuple[Config, Shape]] = {}
+        for config, shape in asked:
+            with suppress(UsageError):  # `trace` raises it again
+                self.facts(config)
+                missing.setdefault(self._key_of(config, shape), (config, shape))
+        missing = {key: one for key, one in missing.items() if key not in self._traces}
+        for key, found in zip(missing, forked_map(self._traced, list(missing.values()), processes), strict=True):
+            self._traces[key] = found
+            progress()
+
+    def _traced(self, asked: tuple[Config, Shape]) -> ModelTrace | UsageError:
+        config, shape = asked
+        key, shape = self._key_of(config, shape)
+        model, like = self.facts(config).model, (key, shape.without_experts())
+        try:
+            found = trace_model(model, shape, self._alike.get(like))
+        except ValueError as error:
+            return UsageError(f"this model cannot be traced: {first_line(error)}")
+        self._alike.setdefault(like, found)
+        return found
+
+    def _key_of(self, config: Config, shape: Shape) -> tuple[str, Shape]:
+        return _key(config), replace(shape, **self._shape)
 
     def _slots(self, *schedule: Any) -> int:
         plan = self.pipeline(*schedule)

@@ -192,5 +192,6 @@ _BODIES: Mapping[str, Callable[..., list[WorkspaceStep]]] = {
     "aten.embedding_dense_backward.default": _embedding_backward,
 }
 
-EAGER_ONLY = frozenset(name for name in _BODIES if name.startswith(("aten._softmax", "aten.embedding")))
-"""Workspaces of GPU kernels that compiled code does not call."""
+EAGER_ONLY = frozenset({"aten._softmax_backward_data.default"})
+"""Workspaces of kernels that compiled code does not call. The embedding is outside of what is compiled."""
+GPU_ONLY = EAGER_ONLY | {"aten.embedding_dense_backward.default"}

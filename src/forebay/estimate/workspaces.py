@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from forebay.estimate.types import Mark
-from forebay.kernels.masked_attention import bytes_of_sums
+from forebay.kernels.masked_attention import bytes_of_lists, bytes_of_sums
 from forebay.kernels.permute import CHUNK_SLOTS
 
 WorkspaceStep = tuple[str | int, int]
@@ -133,8 +133,8 @@ def _attention_backward(dout: Tensor, q: Tensor, k: Tensor, v: Tensor, *rest: An
 def _masked_attention_workspace(
     q: Tensor, k: Tensor, v: Any, mask: Tensor, *rest: Any, **_: Any
 ) -> list[WorkspaceStep]:
-    """Which tiles of the mask leave a score (`forebay.kernels.masked_attention`). Results: the output and lse."""
-    return [(0, 0), (1, 0), *_tiles_of(mask)]
+    """Lists of the tiles that leave a score (`forebay.kernels.masked_attention`). Results: the output and lse."""
+    return [(0, 0), (1, 0), *_using("lists", bytes_of_lists(q, k, v, mask)[0])]
 
 
 def _masked_attention_backward_workspace(
@@ -151,14 +151,10 @@ def _masked_attention_backward_workspace(
 ) -> list[WorkspaceStep]:
     """The same twice, and sums of the gradients of keys and values in fp32. Results: those of q, k, v and sinks."""
     keys, values = bytes_of_sums(q, k, v, mask)
-    steps: list[WorkspaceStep] = [("delta", 4 * lse.numel()), (0, 0), *_tiles_of(mask), *_tiles_of(mask)]
-    steps += [("sums of keys", keys), ("sums of values", values), (1, 0), *[(2, 0)] * (v is not None)]
-    return [*steps, ("sums of keys", 0), ("sums of values", 0), ("delta", 0)]
-
-
-def _tiles_of(mask: Tensor) -> list[WorkspaceStep]:
-    """A byte for each number of the mask, and a copy that is padded to whole tiles."""
-    return [("left", mask.numel()), *_using("padded", mask.numel(), ("left", 0))]
+    of_queries, of_keys = bytes_of_lists(q, k, v, mask)[1:]
+    made: list[WorkspaceStep] = [("of queries", of_queries), ("of keys", of_keys), ("keys", keys), ("values", values)]
+    freed: list[WorkspaceStep] = [(name, 0) for name, _ in made]
+    return [*_using("delta", 4 * lse.numel(), (0, 0), *made, (1, 0), *[(2, 0)] * (v is not None), *freed)]
 
 
 def _softmax_backward(grad: Tensor, output: Tensor, *rest: Any, **_: Any) -> list[WorkspaceStep]:

@@ -52,6 +52,29 @@ def _rows(block, part, shared_by, S, group, QUERIES: tl.constexpr, MEMBERS: tl.c
 
 
 @triton.jit
+def _tiles_kernel(
+    mask_ptr, counts_ptr, lists_ptr, n, others, blocks, batch_stride, stride, other_stride,
+    SIZE: tl.constexpr, OTHER_SIZE: tl.constexpr, AT_ONCE: tl.constexpr, LOWEST: tl.constexpr,
+):  # fmt: skip
+    """Lists those tiles of a row of tiles, of `n` tokens or keys, that the mask leaves a score in: those of the `others`."""
+    rows = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    batch = tl.program_id(1).to(tl.int64)
+    entry = batch * tl.num_programs(0) + tl.program_id(0)
+    row_at = mask_ptr + batch * batch_stride + rows.to(tl.int64)[:, None] * stride
+    count = tl.zeros([], dtype=tl.int32)
+    for first in range(0, blocks, AT_ONCE):
+        columns = first * OTHER_SIZE + tl.arange(0, AT_ONCE * OTHER_SIZE)
+        inside = (rows < n)[:, None] & (columns < others)[None, :]
+        added = tl.load(row_at + columns.to(tl.int64)[None, :] * other_stride, mask=inside, other=float("-inf"))
+        left = tl.max((added.to(tl.float32) > LOWEST).to(tl.int32), 0)
+        left = tl.max(tl.reshape(left, [AT_ONCE, OTHER_SIZE]), 1)
+        at = lists_ptr + entry * blocks + count + tl.cumsum(left, 0) - 1
+        tl.store(at, first + tl.arange(0, AT_ONCE), mask=left > 0)
+        count += tl.sum(left, 0)
+    tl.store(counts_ptr + entry, count)
+
+
+@triton.jit
 def _scores(a, b, added_at, inside, scale, LOWEST: tl.constexpr):
     """Scores of a tile to base 2, [rows of a, rows of b], of queries and keys or of keys and queries; minus infinity where the
     mask takes them away."""
@@ -269,6 +292,7 @@ _SIZES: Mapping[str, tuple[tuple[int, int, int, int], ...]] = {
     "_queries_kernel": ((128, 64, 8, 2), (64, 64, 8, 1), (64, 32, 8, 1), (32, 32, 4, 1), (16, 16, 4, 1)),
     "_keys_kernel": ((64, 128, 8, 2), (32, 64, 8, 2), (32, 64, 8, 1), (32, 32, 4, 1), (16, 16, 4, 1)),
 }
+_LOOKED_AT = 8192  # numbers of a mask that a program looks at together
 _SUMS = 4096  # numbers that the threads of a warp sum up, 128 each
 _SLACK = 8 << 10  # of shared memory
 
@@ -318,26 +342,25 @@ class _Launch:
         length, _, heads, group = self.sizes
         return cdiv(length, self.tiles.queries), heads // group * cdiv(group, self.tiles.members), batch
 
-    def tiles_with_keys(self, mask: Tensor) -> Tensor:
-        """Which tiles of a mask [B, S, T] leave a score: [B, S / queries, T / keys]."""
-        queries, keys = self.tiles.queries, self.tiles.keys
-        rows, columns = cdiv(mask.shape[1], queries), cdiv(mask.shape[2], keys)
-        left = mask > _lowest(mask)
-        left = torch.nn.functional.pad(left, (0, columns * keys - mask.shape[2], 0, rows * queries - mask.shape[1]))
-        return left.view(-1, rows, queries, columns, keys).any(4).any(2)
+    def tiles_with_keys(self, mask: Tensor, of_keys: bool = False) -> tuple[Tensor, Tensor]:
+        """The tiles that leave a score of the mask, [B, S, T]: of each tile of queries (of keys, if `of_keys`) how many there
+        are, [B, tiles], and their numbers in ascending order, [B, tiles, tiles of the other kind]; what follows those is
+        undefined. Both int32."""
+        sides = [(self.sizes[0], self.tiles.queries, mask.stride(1)), (self.sizes[1], self.tiles.keys, mask.stride(2))]
+        (n, size, stride), (others, other_size, other_stride) = reversed(sides) if of_keys else sides
+        rows, blocks = cdiv(n, size), cdiv(others, other_size)
+        counts = mask.new_empty((mask.shape[0], rows), dtype=torch.int32)
+        lists = mask.new_empty((mask.shape[0], rows, blocks), dtype=torch.int32)
+        at_once = max(1, min(next_power_of_2(blocks), _LOOKED_AT // (size * other_size)))
+        launch(
+            _tiles_kernel, (rows, mask.shape[0]), mask, counts, lists, n, others, blocks, mask.stride(0), stride, other_stride,
+            SIZE=size, OTHER_SIZE=other_size, AT_ONCE=at_once, LOWEST=_lowest(mask), num_warps=8,
+        )  # fmt: skip
+        return counts, lists
 
 
 def _lowest(mask: Tensor) -> float:
     return max(_LEAST, torch.finfo(mask.dtype).min / 2)
-
-
-def _listed(found: Tensor) -> tuple[Tensor, Tensor]:
-    """How many of the last dimension are true, and where, in ascending order; what follows is undefined. Both int32."""
-    n = found.shape[-1]
-    places = torch.where(found, found.cumsum(-1) - 1, n)
-    numbers = torch.arange(n, dtype=torch.int32, device=found.device).expand_as(found)
-    lists = torch.empty((*found.shape[:-1], n + 1), dtype=torch.int32, device=found.device)
-    return found.sum(-1, dtype=torch.int32), lists.scatter_(-1, places, numbers)[..., :n].contiguous()
 
 
 def _jobs(counts: Tensor, members: int, n: int) -> tuple[Tensor, Tensor]:
@@ -377,6 +400,13 @@ def _shapes_of_sums(made: _Launch, rows: int) -> list[tuple[int, ...]]:
     """What the jobs for keys, and for values, write: [jobs, B * Hkv, keys, columns]."""
     jobs = _n_jobs(cdiv(made.sizes[1], made.tiles.keys), rows)
     return [(jobs, rows, made.tiles.keys, int(made.constants[name])) for name in ("COLUMNS", "V_COLUMNS")]
+
+
+def bytes_of_lists(q: Tensor, k: Tensor, v: Tensor | None, mask: Tensor) -> list[int]:
+    """Bytes of the lists of tiles that the Triton forms make: in forward, and in backward for queries and for keys."""
+    made = [_Launch.of(kernel, q, k, v, mask) for kernel in (_forward_kernel, _queries_kernel, _keys_kernel)]
+    tiles = [cdiv(m.sizes[0], m.tiles.queries) * cdiv(m.sizes[1], m.tiles.keys) for m in made]
+    return [4 * mask.shape[0] * n for n in tiles]
 
 
 def bytes_of_sums(q: Tensor, k: Tensor, v: Tensor | None, mask: Tensor) -> list[int]:
@@ -440,8 +470,8 @@ def masked_attention(
     made = _Launch.of(_forward_kernel, q, k, v, mask)
     found = made.tiles_with_keys(mask)
     launch(
-        _forward_kernel, made.grid_of_queries(batch), q, k, k if v is None else v, mask, sinks, *_listed(found), out, lse,
-        *made.sizes, scale * _LOG2E, *made.strides, found.shape[1] if mask.shape[0] > 1 else 0,
+        _forward_kernel, made.grid_of_queries(batch), q, k, k if v is None else v, mask, sinks, *found, out, lse,
+        *made.sizes, scale * _LOG2E, *made.strides, found[0].shape[1] if mask.shape[0] > 1 else 0,
         **made.constants, SINKS=sinks is not None,
     )  # fmt: skip
     return out, lse
@@ -482,13 +512,12 @@ def masked_attention_backward(
     made = _Launch.of(_queries_kernel, q, k, v, mask)
     found = made.tiles_with_keys(mask)
     launch(
-        _queries_kernel, made.grid_of_queries(batch), q, k, values, mask, *_listed(found), out, lse, dy, dq, delta,
-        *made.sizes, *scales, *made.strides, found.shape[1] if per_batch else 0, **made.constants,
+        _queries_kernel, made.grid_of_queries(batch), q, k, values, mask, *found, out, lse, dy, dq, delta,
+        *made.sizes, *scales, *made.strides, found[0].shape[1] if per_batch else 0, **made.constants,
     )  # fmt: skip
     made = _Launch.of(_keys_kernel, q, k, v, mask)
-    found = made.tiles_with_keys(mask).transpose(1, 2)
-    counts, lists = _listed(found)
-    blocks, rows = found.shape[1], batch * k.shape[1]
+    counts, lists = made.tiles_with_keys(mask, of_keys=True)
+    blocks, rows = counts.shape[1], batch * k.shape[1]
     n_jobs = _n_jobs(blocks, rows)
     jobs, ends = _jobs(counts, cdiv(q.shape[1] // k.shape[1], made.tiles.members), n_jobs)
     sums = []

@@ -432,6 +432,18 @@ def test_compiled_eager_attention_needs_five_tensors_of_scores_where_experts_are
     assert apart.events.backward == together.events.backward
 
 
+def test_compiled_attention_makes_the_norm_again_after_the_scores() -> None:
+    """As in the recorded history of a compiled GPT-OSS on an H200 (run 12 of draw 49): for the gradients of projections, not
+    beside all scores."""
+    model = built("gpt_oss", "meta", attention="eager")
+    events = trace_model(model, Shape(2048, 1, compiled=True)).layers[0].attention.events
+    assert events is not None and events.at_once
+    norm = next(n for n, size in events.forward if n not in events.saved and size == 2048 * HIDDEN * 2)
+    made = [(n, size) for n, size in events.backward if n >= 0 and size]
+    scores = [at for at, (_, size) in enumerate(made) if size >= HEADS * 2048**2 * 2]
+    assert [n for n, _ in made].index(norm) > scores[-1]
+
+
 def test_the_gradient_of_probabilities_beside_sinks_is_not_padded_in_memory() -> None:
     """As in a recorded history of a compiled GPT-OSS: probabilities, their gradient, softmax's, a scatter, and the scores'."""
     events = traced("gpt_oss", attention="eager", compiled=True, gpu=True, block=GPU_BLOCK).layers[0].attention.events

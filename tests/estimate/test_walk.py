@@ -101,6 +101,19 @@ def test_a_checkpoint_holds_masks_until_its_backward() -> None:
     assert most((0,)) - most(()) == 256 * MIB
 
 
+def test_a_checkpoint_whose_backward_is_one_node_holds_no_masks_in_it() -> None:
+    """That node takes all that it needs first. The backward's workspace is beside the mask of 256 MiB otherwise."""
+
+    def most(at_once: bool) -> int:
+        attention = part(0, "l.0.self_attn", 32 * MIB, 999 * MIB, held=(0,), placement="recompute")
+        forward = ((1, 32 * MIB), (3, 16 * MIB))
+        events = replace(attention.events, forward=forward, forward_no_grad=forward, at_once=at_once)
+        shared = tables(MIB, (256 * MIB,))
+        return walk(rank([replace(attention, events=events, tables=shared)]), steps=1).peak.allocated
+
+    assert most(False) - most(True) == 256 * MIB
+
+
 def test_a_checkpoint_of_a_whole_layer_by_hand() -> None:
     """It holds one input. Its backward runs both sublayers again, and has what both save."""
     sublayers = [

@@ -478,9 +478,8 @@ class TraceRun:
         recorder = self._recorder
         output, part.output = part.output, part.output.new_empty(0)
         self._restart()
-        out, at, self._weight_grads = recorder.number(output), len(recorder.log), {}
         gradient = torch.empty_like(output)
-        given = recorder.number(gradient)
+        out, given, at, self._weight_grads = recorder.number(output), recorder.number(gradient), len(recorder.log), {}
         if output.requires_grad:
             # Nothing may hold the output during its backward, unless it is saved.
             root = _Root.apply(output, [gradient])
@@ -505,7 +504,8 @@ class TraceRun:
             events = head_events(forward, log, named, *self._norm)
         else:
             events = part_events(forward, log, named, part.compiled, part.no_grad)
-        events = replace(events, head_sum=_derived(part.head_sum, log))
+        at_once = part.compiled and Mark.EXPERTS_BEGIN not in forward
+        events = replace(events, head_sum=_derived(part.head_sum, log), at_once=at_once)
         part.trace = replace(part.trace, backward_ops=ops, events=events)
 
     def _with_gradients(self, trace: PartTrace) -> PartTrace:

@@ -92,6 +92,7 @@ class PartEvents:
         experts_x, experts_h: the experts' rows and their first product.
         front_x: in a MoE sublayer, nothing reads x after the front: the residual sum has the shared experts' results already.
         head_sum: storages of the head's weight gradient, from the loss to the gradient itself.
+        at_once: its backward is one node of autograd's graph, which takes all that was saved before it computes.
         reused, reused_in_backward: by a storage that compiled code frees, the later one that takes its memory.
     """
 
@@ -109,6 +110,7 @@ class PartEvents:
     backward: tuple[AllocEvent, ...] = ()
     forward_no_grad: tuple[AllocEvent, ...] = ()
     head_sum: frozenset[int] = frozenset()
+    at_once: bool = False
     reused: Mapping[int, int] = field(default_factory=dict)
     reused_in_backward: Mapping[int, int] = field(default_factory=dict)
 

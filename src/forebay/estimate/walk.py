@@ -406,6 +406,9 @@ class StepWalk:
         part, events, blocks = run.part, run.part.events, run.blocks
         if part.placement == "recompute" and not blocks:
             self._allocator.free((yield from self._recompute(run)))
+            if events.at_once:  # then nothing is left that would unpack the checkpoint
+                self._allocator.free_all(run.held)
+                run.held = ()
         blocks[events.gradient] = dy
         if run.x is not None:
             blocks[events.x] = run.x

@@ -188,6 +188,30 @@ def test_layouts(placed: Callable[[Tensor], Tensor], backend: str) -> None:
     check(drawn(2, (4, 2), 20, 30, (16, 16), torch.float32), drawn_mask(2, 20, 30), backend, placed)
 
 
+@pytest.mark.parametrize("of_keys", [False, True])
+@pytest.mark.parametrize("placed", [lambda t: t, strided, turned], ids=["plain", "strided", "turned"])
+@pytest.mark.parametrize("sizes", [(1, 1), (33, 65), (64, 200), (3, 700)], ids=str)
+def test_lists_of_tiles(
+    sizes: tuple[int, int], placed: Callable[[Tensor], Tensor], of_keys: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Against a loop over tiles; a program looks at few at once, at several, or at all."""
+    length, keys = sizes
+    mask = drawn_mask(2, length, keys, dtype=torch.bfloat16)
+    mask[:, :, keys // 3 : keys // 3 * 2] = -math.inf
+    q, k = (torch.empty(2, heads, n, 16, device=DEVICE, dtype=torch.bfloat16) for heads, n in ((4, length), (1, keys)))
+    made = module._Launch.of(module._keys_kernel if of_keys else module._forward_kernel, q, k, None, mask)
+    left = mask.mT if of_keys else mask
+    steps = (made.tiles.queries, made.tiles.keys)[:: -1 if of_keys else 1]
+    tiles = [[t > -1e5 for t in row.split(steps[1], -1)] for row in left.split(steps[0], -2)]
+    for at_once in (1, 4096, 1 << 20):
+        monkeypatch.setattr(module, "_LOOKED_AT", at_once)
+        counts, lists = made.tiles_with_keys(placed(mask), of_keys)
+        for b in range(2):
+            expected = [[n for n, tile in enumerate(row) if tile[b].any()] for row in tiles]
+            assert counts[b].tolist() == [len(row) for row in expected]
+            assert [list_[: len(row)].tolist() for list_, row in zip(lists[b], expected, strict=True)] == expected
+
+
 @backends
 @pytest.mark.parametrize("sizes", [(0, 4, 5), (1, 0, 5), (1, 4, 0)], ids=["no sequence", "no query", "no key"])
 def test_nothing_to_attend(sizes: tuple[int, int, int], backend: str) -> None:

@@ -70,6 +70,14 @@ def test_truncated_safetensors_are_named(folder: Path, size: int) -> None:
         hf_io.build(Model(path=str(folder)), 257, CPU)
 
 
+def test_attention_that_a_family_lacks_is_named_and_not_the_weights(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 32, "num_hidden_layers": 1, "num_local_experts": 4, "intermediate_size": 16}
+    given = Model(family="gpt_oss", attention="eager", config={**sizes, "vocab_size": 320})
+    hf_io.save(hf_io.build(given, 257, CPU), tmp_path / "model")
+    with pytest.raises(UsageError, match=r"model\.attention = 'sdpa' is not available: .*; valid are 'eager' and"):
+        hf_io.build(Model(path=str(tmp_path / "model"), attention="sdpa"), 257, CPU)
+
+
 def test_missing_files_are_named(folder: Path) -> None:
     (folder / "model.safetensors").rename(folder / "part-1.safetensors")
     with pytest.raises(RunError, match=r"model\.safetensors is missing"):

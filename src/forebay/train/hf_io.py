@@ -103,7 +103,7 @@ def build(
             neither made nor read, but a folder must contain it.
 
     Raises:
-        UsageError: unknown family or configuration key, or a vocabulary smaller than the data's.
+        UsageError: unknown family or configuration key, a vocabulary smaller than the data's, or attention that the family lacks.
         RunError: weights of a folder are missing, mis-shaped or truncated, or two that its config.json ties differ; raised on all
             processes.
     """
@@ -442,6 +442,7 @@ def _load(folder: Path, config: Any, dtype: torch.dtype, attention: str) -> Any:
             )
         model, info = loaded
     except (OSError, ValueError, RuntimeError) as error:
+        _skeleton(config, dtype, attention)  # says so if attention is why
         raise RunError(f"the weights in {folder} cannot be loaded: {first_line(error)}") from error
     check_flex(model, attention)
     if info["mismatched_keys"]:

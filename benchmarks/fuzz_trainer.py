@@ -2,7 +2,7 @@
 
 Families, meshes, schedules, placements and data are drawn. A case that differs, or is refused, is printed. Linear attention
 (qwen3_next, qwen3_5_moe_text) amplifies rounding: its second step may differ by 1e-3, as transformers' own in float32 does. So
-does a token whose choice of experts is a tie within float32's rounding.
+does a token whose choice of experts is a tie within float32's rounding, and an activation at its limit (MiniMax-M3).
 
     python benchmarks/fuzz_trainer.py [--cases 50] [--processes 2] [--seed 1] [--every-family]
 """

@@ -617,12 +617,14 @@ def test_the_flags_of_a_graph_stay_after_its_capture(monkeypatch: pytest.MonkeyP
         assert not flags._words  # another graph has its own
 
 
-@pytest.mark.parametrize("width", [48, 3])  # h is wider than hidden states, or narrower
+@pytest.mark.parametrize(
+    ("width", "slots"), [(48, 4), (3, 4), (16, 1)]
+)  # h is wider than hidden states, narrower, or as large
 def test_beside_light_recomputation_the_planned_items_are_offloaded(
-    monkeypatch: pytest.MonkeyPatch, width: int
+    monkeypatch: pytest.MonkeyPatch, width: int, slots: int
 ) -> None:
     """Every MoE sublayer recomputed, and of what is left all but the smallest item offloaded."""
-    tokens, slots, hidden = 32, 4, 32
+    tokens, hidden = 32, 32
 
     def light_and_offload(timeline: Timeline, *_: Any) -> Plan:
         light = {i: c for i, c in enumerate(timeline.calls) if c.light_recompute}

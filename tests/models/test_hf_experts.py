@@ -12,6 +12,7 @@ from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 import forebay
+from forebay.kernels.row_fp8 import encoded_width
 from forebay.models import hf_experts
 from forebay.models.families import moe_blocks
 from tests.models.conftest import FAMILIES, HIDDEN, MOE_FAMILIES, VOCABULARY, build_tiny
@@ -197,3 +198,21 @@ def test_a_class_of_parameters_is_not_quantized() -> None:
     experts.weight = type("Own", (nn.Parameter,), {})(torch.randn(2, 2, 2))
     assert type(experts.weight) is not nn.Parameter
     assert hf_experts.quantized_weight(experts) is None
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])  # gpt_oss has transposed weights
+def test_the_recomputed_tensor_is_known_by_its_form(family: str) -> None:
+    model = build_tiny(family)
+    model.set_experts_implementation(hf_experts.register())
+    experts = next(iter(moe_blocks(model))).experts
+    weight, switch = experts.gate_up_proj, hf_experts.light_recompute_of(experts)
+    assert switch is not None
+    width = weight.shape[2 if experts.is_transposed else 1]
+    assert width != HIDDEN and experts.is_transposed == (family == "gpt_oss")
+    with torch.no_grad():
+        experts.gate_up_proj = nn.Parameter(torch.empty(0))  # as FSDP1 and ZeRO-3 leave it until the experts' forward
+        assert not switch.may_make(torch.empty(5, width))
+        experts.gate_up_proj = weight
+    assert switch.may_make(torch.empty(5, width))
+    assert switch.may_make(torch.empty(5, encoded_width(width), dtype=torch.uint8))
+    assert not switch.may_make(torch.empty(5, HIDDEN)) and not switch.may_make(torch.empty(1, 5, width))

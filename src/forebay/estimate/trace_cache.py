@@ -63,7 +63,7 @@ class TraceCache:
         # By what decides the model.
         self._declared: dict[str, Any] = {}
         self._facts: dict[str, ModelFacts] = {}
-        self._traces: dict[tuple[str, Shape], ModelTrace | UsageError] = {}  # or why there is none
+        self._traces: dict[tuple[str, Shape], ModelTrace | str] = {}  # or why there is none
         self._alike: dict[tuple[str, Shape], ModelTrace] = {}  # by `Shape.without_experts`
         self.pipeline = cache(make_plan)
         self.slots = cache(self._slots)
@@ -109,8 +109,8 @@ class TraceCache:
         asked = self._key_of(config, shape)
         if asked not in self._traces:
             self._traces[asked] = self._traced((config, shape))
-        if isinstance(found := self._traces[asked], UsageError):
-            raise found
+        if isinstance(found := self._traces[asked], str):
+            raise UsageError(found)
         return found
 
     def make(self, asked: Iterable[tuple[Config, Shape]], processes: int, progress: Callable[[], None]) -> None:
@@ -125,14 +125,14 @@ class TraceCache:
             self._traces[key] = found
             progress()
 
-    def _traced(self, asked: tuple[Config, Shape]) -> ModelTrace | UsageError:
+    def _traced(self, asked: tuple[Config, Shape]) -> ModelTrace | str:
         config, shape = asked
         key, shape = self._key_of(config, shape)
         model, like = self.facts(config).model, (key, shape.without_experts())
         try:
             found = trace_model(model, shape, self._alike.get(like))
         except ValueError as error:
-            return UsageError(f"this model cannot be traced: {first_line(error)}")
+            return f"this model cannot be traced: {first_line(error)}"
         self._alike.setdefault(like, found)
         return found
 

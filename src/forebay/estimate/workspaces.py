@@ -149,7 +149,8 @@ def _masked_attention_backward_workspace(
     *rest: Any,
     **_: Any,
 ) -> list[WorkspaceStep]:
-    """The same twice, and sums of the gradients of keys and values in fp32. Results: those of q, k, v and sinks."""
+    """Lists of tiles, for queries and for keys, and sums of the gradients of keys and values in fp32. Results: those of q, k, v
+    and sinks."""
     keys, values = bytes_of_sums(q, k, v, mask)
     of_queries, of_keys = bytes_of_lists(q, k, v, mask)[1:]
     made: list[WorkspaceStep] = [("of queries", of_queries), ("of keys", of_keys), ("keys", keys), ("values", values)]
@@ -191,3 +192,4 @@ _BODIES: Mapping[str, Callable[..., list[WorkspaceStep]]] = {
 EAGER_ONLY = frozenset({"aten._softmax_backward_data.default"})
 """Workspaces of kernels that compiled code does not call. The embedding is outside of what is compiled."""
 GPU_ONLY = EAGER_ONLY | {"aten.embedding_dense_backward.default"}
+"""Workspaces that the same operations do not have on a CPU."""

@@ -6,7 +6,7 @@ scores [B or 1, S, T], and a sink, one logit, for each head, or none. With group
     s = scale * q @ k[head // group].T + mask
     out = exp(s) @ v / (sum of exp(s) + exp(sink))
 
-A mask is in most places so low that nothing is left of a score: -1e5, or half of its dtype's lowest number, and less counts as
+A mask is in most places so low that nothing is left of a score: -98304, or half of its dtype's lowest number, and less counts as
 minus infinity, and a query that has no key has the output 0. (Without a sink, transformers gives such a query the mean of all
 values.) Output: out [B, S, Hq, Dv], and lse [B, S, Hq] in fp32, the logarithm of the denominator to base 2. Backward makes the
 scores again from lse (FlashAttention, arXiv:2205.14135), so neither holds more scores than those of a tile. A tile has the
@@ -32,7 +32,8 @@ WIDEST = 512
 """Widths of a head up to which tiles fit shared memory of compute capability 9.0."""
 _LOG2E = 1.4426950408889634  # log2(e)
 _MORE_JOBS = 512  # of the kernel for keys, besides one for each tile: a few for each multiprocessor
-_LEAST = -1e5  # of a mask; lse in fp32 does not hold the sum of weights beside a larger number
+# Of a mask: -1e5 as bf16 rounds it, -99840, is less. lse in fp32 does not hold the sum of weights beside a larger number.
+_LEAST = -98304.0
 
 
 @triton.jit

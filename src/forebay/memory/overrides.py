@@ -280,7 +280,7 @@ class LightRecompute(Protocol):
         """Recompute, or save."""
 
     def may_make(self, saved: torch.Tensor) -> bool:
-        """Whether a saved tensor has the form of the one that is made again. Of several it is the largest."""
+        """Whether a saved tensor has the form of the one that is made again. The largest of those is."""
 
 
 class CallSite(Protocol):

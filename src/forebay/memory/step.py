@@ -110,8 +110,9 @@ class RegionCall:
 
     def note_made_again(self, saved: torch.Tensor) -> None:
         """The last item is of this tensor. See `made_again`."""
-        is_larger = self.made_again < 0 or self.items[-1] > self.items[self.made_again]
-        if self.light is not None and is_larger and self.light.may_make(saved):
+        # Of equal ones the last: hidden states are saved before what experts make of them.
+        is_largest = self.made_again < 0 or self.items[-1] >= self.items[self.made_again]
+        if self.light is not None and is_largest and self.light.may_make(saved):
             self.made_again = len(self.items) - 1
 
     def remove_hooks(self) -> None:

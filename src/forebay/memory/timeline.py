@@ -41,8 +41,8 @@ class CallFigures:
         items: bytes of each saved storage that a store could take, in the order in which the call saves them.
         seconds: time of the region's forward.
         light_recompute: the region recomputes only one item, by itself (experts).
-        made_again: index of that item; -1 if this call has none. Where an engine calls a MoE sublayer in stages, only that of the
-            experts has.
+        made_again: index of that item; -1 if this call has none. Where an engine calls a MoE sublayer in stages, only the call of
+            the experts' stage has one.
         input_bytes: bytes of the region's inputs, which a checkpoint keeps.
         again_seconds: time of recomputing the call; None: derived from `seconds`.
         shared_with: later calls that save one of the same storages: their backwards need it too.

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -317,12 +316,7 @@ class ExpertsRecompute:
 
     def __init__(self, module: nn.Module):
         self._module: Any = module
-
-    @cached_property
-    def _widths(self) -> tuple[int, int]:
-        """Of a row of h, exact and in 8 bits. Read within a forward: others may hold the weights in pieces until then."""
-        width = self._module.gate_up_proj.shape[2 if self._module.is_transposed else 1]
-        return width, encoded_width(width)
+        self._widths: tuple[int, ...] = ()  # of a row of h, exact and in 8 bits
 
     def __call__(self, on: bool) -> None:
         # "Off" removes the setting, so that it leaves the module as it was.
@@ -333,7 +327,17 @@ class ExpertsRecompute:
 
     def may_make(self, saved: Tensor) -> bool:
         # Not by its bytes: narrow experts' h is smaller than hidden states, and than DeepSeek-V4's four residual streams.
-        return saved.dim() == 2 and saved.shape[1] in self._widths
+        if saved.dim() != 2:
+            return False
+        if not self._widths:
+            own = getattr(self._module, "parametrizations", {})
+            # PEFT makes a parametrized weight anew each time that it is asked for.
+            weight = own["gate_up_proj"].original if "gate_up_proj" in own else self._module.gate_up_proj
+            if weight.dim() != 3:  # others hold it in pieces until the experts' own forward, which makes h
+                return False
+            width = weight.shape[2 if self._module.is_transposed else 1]
+            self._widths = width, encoded_width(width)
+        return saved.shape[1] in self._widths
 
 
 def light_recompute_of(experts: nn.Module) -> ExpertsRecompute | None:

@@ -441,7 +441,7 @@ def _load(folder: Path, config: Any, dtype: torch.dtype, attention: str) -> Any:
                 output_loading_info=True,
             )
         model, info = loaded
-    except (OSError, ValueError, RuntimeError) as error:
+    except (OSError, ValueError, RuntimeError, ImportError) as error:
         _skeleton(config, dtype, attention)  # says so if attention is why
         raise RunError(f"the weights in {folder} cannot be loaded: {first_line(error)}") from error
     check_flex(model, attention)

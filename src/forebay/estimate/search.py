@@ -319,7 +319,7 @@ class _Runs:
         return config, plan_layers(config, self.world, self.traces)
 
     def shapes(self, mesh: MeshShape) -> list[tuple[Config, Shape]]:
-        """Of the traces that plans of a mesh need. Raises UsageError if the mesh cannot be planned."""
+        """What to trace before a mesh is planned, for `TraceCache.make`. Raises UsageError if the mesh cannot be planned."""
         config = fast_path_of(self.changed(_mesh_settings(mesh)), self.world, self.traces).config
         check_experts(mesh.ep, experts_in(self.declared))
         return [

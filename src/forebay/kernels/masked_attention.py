@@ -32,7 +32,8 @@ WIDEST = 512
 """Widths of a head up to which tiles fit shared memory of compute capability 9.0."""
 _LOG2E = 1.4426950408889634  # log2(e)
 _MORE_JOBS = 512  # of the kernel for keys, besides one for each tile: a few for each multiprocessor
-# Of a mask: -1e5 as bf16 rounds it, -99840, is less. lse in fp32 does not hold the sum of weights beside a larger number.
+# Numbers of a mask up to this one take a score away. Above -1e5 as bf16 rounds it (-99840), which has to count. Beside numbers
+# further from 0, lse in fp32 has no digits left for the sum of weights.
 _LEAST = -98304.0
 
 

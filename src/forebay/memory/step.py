@@ -110,7 +110,7 @@ class RegionCall:
 
     def note_made_again(self, saved: torch.Tensor) -> None:
         """The last item is of this tensor. See `made_again`."""
-        # Of equal ones the last: hidden states are saved before what experts make of them.
+        # A tie goes to the later one: hidden states are saved before what experts make of them.
         is_largest = self.made_again < 0 or self.items[-1] >= self.items[self.made_again]
         if self.light is not None and is_largest and self.light.may_make(saved):
             self.made_again = len(self.items) - 1
